@@ -111,7 +111,7 @@ def mixtures(
     """Return the sources of a domain as mixtures, and notes about families without tasks.
 
     The keys of `sources` stand in messages. If `is_strict`, raises UserError for shares that do not
-    fit the tasks.
+    fit the tasks. Else, shares of families that the tasks do not have make no mixture.
     """
     made = {name: TaskMixture(tasks, shares) for name, tasks in sources.items()}
     families = sorted({family for mixture in made.values() for family in mixture.indices})
@@ -120,6 +120,8 @@ def mixtures(
     if missing and is_strict:
         hint = f"families of the training tasks are {shown(known)}"
         raise UserError(f"{where}: got {shown(missing[0])}, which has no tasks; {hint}")
+    if len(missing) == len(shares):
+        return {}, [f"{where}: no task has the family {' or '.join(shares)}, so all count alike"]
     total = sum(shares.values())
     if is_strict and shares.keys() == {*families} and total < 1 - TINY:
         given = f"got shares of all families with the sum {total:g}"

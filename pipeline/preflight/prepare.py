@@ -219,8 +219,13 @@ def _mix_families(
         given = config.curriculum.family_shares
         if shares := given.get(name, domain.family_shares):
             found = {n: tasks for (d, n), tasks in graded.items() if d == name}
-            made, said = mixtures(name, found or {"train": train[name]}, shares, name in given)
-            graded |= {(name, difficulty): made[difficulty] for difficulty in found}
-            train[name] = made.get("train", train[name])
+            # A recipe's shares are of generated tasks. Others may take their place.
+            data = config.data
+            is_replaced = name in data.tasks or data.tau2 is not None
+            is_strict = name in given and (name in data.own_domains or not is_replaced)
+            made, said = mixtures(name, found or {"train": train[name]}, shares, is_strict)
             notes += said
+            if made:
+                graded |= {(name, difficulty): made[difficulty] for difficulty in found}
+                train[name] = made.get("train", train[name])
     return notes

@@ -550,7 +550,7 @@ MODULES = [
     (
         "has tools without end",
         ENDLESS + "BankEnvironment.schemas, BankEnvironment.call = EndlessList(), print",
-        "whose tools cannot be told to a model (ValueError: gives more than 100000 values); mend the",
+        "whose tools cannot be told to a model (ValueError: gives more than 100000 values); mend",
     ),
     ("has an odd limit", BANK + "\nMAX_TASKS = 'a'", "whose MAX_TASKS is 'a'; give a whole number"),
 ]

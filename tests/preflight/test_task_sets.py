@@ -3,18 +3,23 @@
 import datetime
 import json
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 from datasets import Dataset
 
+from pipeline.config.cli import parse
 from pipeline.config.rules import left_out
 from pipeline.config.settings import Config
+from pipeline.data.shares import TaskMixture
 from pipeline.data.splits import seen_of
+from pipeline.embedded.airline import generate_tasks
 from pipeline.environments.domains import load_domains
 from pipeline.preflight.demonstrations import check_demonstrations
 from pipeline.preflight.prepare import prepare
 from pipeline.preflight.rewards import check_reward_functions
 from pipeline.preflight.tasks import task_sets
+from scripts.bench.common import save_tasks
 from tests.support.helpers import chat, make_task
 from tests.support.messages import refusal, says
 
@@ -422,3 +427,15 @@ def test_rows_that_are_all_too_long_are_refused(place):
 def test_without_files_there_is_nothing_to_leave_out():
     (line,) = left_out(Config.model_validate({"data": {"skip_long_tasks": True}}))
     assert line == "skip_long_tasks: has no effect without tasks or eval_tasks"
+
+
+def test_a_recipes_shares_of_families_count_for_the_tasks_that_it_generates(place):
+    """The default recipe has shares for the airline's families; a file has others."""
+    tasks = generate_tasks(3, 12, "train", "easy")
+    save_tasks([replace(task, family="") for task in tasks], place / "own.jsonl")
+    flags = ["--domains", "airline", "--warm-start-steps", "0", "--tasks-per-step", "4"]
+    own = prepare(parse([*flags, "--tasks", f"{{airline: {place}/own.jsonl}}"]))
+    assert "family_shares: airline: no task has the family move or cancel or bags" in own.notes[-1]
+    assert not isinstance(own.train["airline"], TaskMixture)
+    plain = prepare(parse(flags))
+    assert plain.train["airline"].shares == {"bags": 0.25, "cancel": 0.25, "move": 0.5}
