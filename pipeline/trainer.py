@@ -135,7 +135,8 @@ class Trainer(BeforeGRPO):
         for domain, (episodes, errors) in counts.items():
             self.errors.add(domain, episodes, errors)
         keys = {"kind": "train", "stage": stage.name, "step": self.state.step}
-        self.log.metrics(self._with_logged("train/", {**keys, **statistics, **metrics}))
+        own = {**keys, **statistics, **metrics}
+        self.log.metrics(own if rewards is None else self._with_logged("train/", own))
         self.log.timings({**keys, **meter.timings(batch.trajectories)})
         self.dead.add(stage, metrics)
         self.decisions.add(

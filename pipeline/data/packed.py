@@ -1,9 +1,12 @@
 """Checks which files the card of a dataset names, and how large its packed files are unpacked."""
 
+import bz2
+import gzip
+import lzma
 import os
 import tarfile
 import zipfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,6 +20,11 @@ MAX_UNPACKED = 4 << 30  # bytes, of all packed files of a dataset
 MAX_CARD_BYTES = 8 << 20
 BLOCK = 4096  # an unpacked file takes at least so many bytes on a disk
 CHUNK = 1 << 20
+OPENERS: dict[str, Callable[[Path], Any]] = {
+    "gzip": gzip.open,
+    "bz2": bz2.open,
+    "xz": lzma.open,
+}
 
 
 def check_unpacked(paths: Iterable[Path]) -> None:
@@ -33,7 +41,6 @@ def check_unpacked(paths: Iterable[Path]) -> None:
 def _sizes(path: Path) -> Iterator[int]:
     """Yield the sizes of the unpacked parts of a file; nothing if the file is not packed."""
     from datasets.utils.extract import Extractor
-    from fsspec.compression import compr  # type: ignore[import-untyped]
 
     kind = Extractor.infer_extractor_format(path)
     if kind == "tar":
@@ -43,8 +50,8 @@ def _sizes(path: Path) -> Iterator[int]:
         # zipfile writes no more of a file than the size that the archive states.
         with zipfile.ZipFile(path) as archive:
             yield from (max(member.file_size, BLOCK) for member in archive.infolist())
-    elif kind in compr:
-        with open(path, "rb") as file, compr[kind](file, mode="rb") as unpacked:
+    elif kind in OPENERS:
+        with OPENERS[kind](path) as unpacked:
             while chunk := unpacked.read(CHUNK):
                 yield len(chunk)
     elif kind:

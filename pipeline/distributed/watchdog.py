@@ -78,7 +78,7 @@ class Watchdog:
 
     A rank without progress for `timeout_s` is at fault. Set `can_resume` to True when the run has a
     checkpoint. `advice` is printed after the message about a rank that hangs or has ended.
-    Processes that are forked from this rank close `not_for_children`.
+    Processes that are forked from this rank close `not_for_children`, and so does the end.
     """
 
     def __init__(self, ranks: Ranks, timeout_s: float) -> None:
@@ -152,6 +152,8 @@ class Watchdog:
                 signal.signal(number, handler)
             self._signals.close()
             self._wakeup.close()
+            for file in self.not_for_children:
+                file.close()
             self._post_heartbeat(left=True)
 
     def _blame(self, error: BaseException) -> None:

@@ -18,6 +18,7 @@ from pipeline.environments.trials import try_expert
 from pipeline.errors import UserError
 from pipeline.files.untrusted import shown
 from pipeline.preflight.limits import TooLow
+from pipeline.preflight.tasks import is_single_turn
 from pipeline.sft import parts_of, sources_of
 
 NUM_TRIED = 100  # maximum number of a file's demonstrations that are checked before a run
@@ -86,8 +87,11 @@ def _tried(config: Config, domain: Domain, count: int) -> Iterator[Demonstration
 def _held_out_prompts(
     config: Config, domain: Domain, count: int, held_out: Sequence[Task]
 ) -> list[str]:
-    """Return a warning if a file shows answers to held-out prompts."""
-    if domain.name not in config.data.demonstrations:
+    """Return a warning if a file shows answers to held-out prompts of tasks of one turn.
+
+    In other environments, tasks with equal prompts may differ in what the tools find.
+    """
+    if domain.name not in config.data.demonstrations or not is_single_turn(domain):
         return []
     begins = {
         content_of(takewhile(lambda message: message["role"] != "assistant", one.messages))

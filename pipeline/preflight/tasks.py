@@ -109,7 +109,7 @@ def task_sets(config: Config, domain: Domain, is_long: IsLong | None = None) -> 
         if len(found) < number:
             sets.notes.append(f"{name}: {len(found)} tasks are all there are ({setting} {number})")
     has_content = source is not None or domain.generate_tasks is not None  # beside ids
-    content = _what_is_seen if _is_single_turn(domain) else content_of_task
+    content = _what_is_seen if is_single_turn(domain) else content_of_task
     of_train = {content(task) for task in sets.train} if has_content else set()
     if seen := sum(content(task) in of_train for task in sets.held_out):
         of = f"{seen} of {len(sets.held_out)} held-out tasks are training tasks too"
@@ -130,7 +130,7 @@ def undocumented(environment_class: type[Any]) -> list[str]:
     return [name for name, tool in tool_methods(environment_class).items() if not tool.__doc__]
 
 
-def _is_single_turn(domain: Domain) -> bool:
+def is_single_turn(domain: Domain) -> bool:
     return domain.environment is SingleTurnEnvironment
 
 
@@ -158,7 +158,7 @@ def split_source(
     environment. Raises UserError for a faulty row.
     """
     data, name, source = config.data, domain.name, config.data.tasks[domain.name]
-    census = Census(by_prompt=_is_single_turn(domain))
+    census = Census(by_prompt=is_single_turn(domain))
     known = {content_of_task(task) for task in held_out or ()}
 
     def visit(row: TaskRow) -> None:

@@ -37,6 +37,7 @@ def paid(prompts, completions, trainer_state, **columns):
 '''
 FLAGS = [
     *("--model", "model", "--domains", "sums", "--tasks", "{sums: sums.jsonl}"),
+    *("--eval-tasks", "{sums: held_out.jsonl}"),
     *("--reward-funcs", "rewards:paid", "--warm-start-steps", "0", "--max-steps", "6"),
     *("--tasks-per-step", "1", "--num-generations", "2", "--max-tokens-per-turn", "2"),
     *("--eval-tasks-per-domain", "2", "--eval-trials", "1", "--validation-tasks", "8"),
@@ -48,9 +49,14 @@ FLAGS = [
 def test_the_best_checkpoint_survives_a_kill_and_later_checkpoints(tmp_path):
     unlike = shutil.ignore_patterns("optimizer.pt", "state.json", "manifest.json")
     shutil.copytree(V1, tmp_path / "model", ignore=unlike)
-    rows = [{"prompt": f"{n} +", "answer": ""} for n in range(58)] + [{"prompt": "9 +"}] * 2
-    rows = [{"answer": "", **row} for row in rows]
-    (tmp_path / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    # Rows without copies are drawn for validations first: 50 to 57.
+    numbers = [*range(50), *range(58)]
+    for name, prompts in {
+        "sums": [f"{number} +" for number in numbers],
+        "held_out": ["9 ++", "9 +++"],
+    }.items():
+        rows = [json.dumps({"prompt": prompt, "answer": ""}) + "\n" for prompt in prompts]
+        (tmp_path / f"{name}.jsonl").write_text("".join(rows))
     (tmp_path / "rewards.py").write_text(REWARDS)
     (tmp_path / "kill").touch()
     killed = play_ranks(warm._main, 1, FLAGS, tmp_path, "", Unreported)

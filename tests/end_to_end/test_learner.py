@@ -157,6 +157,8 @@ def play_run(folder, *flags):
         run.before_training()
         if run.config.grpo.use_grpo:
             run.train()
+    for file in run.watchdog.not_for_children:  # as the watchdog does at the end
+        file.close()
     updater = run.policy.updater
     reference = None if updater is None else updater.reference
     return None if reference is None else parameter_hash(reference.parameters.items())
