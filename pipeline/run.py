@@ -4,6 +4,7 @@ Exit codes: 0 success; 1 fault, with one line of text or a traceback; 2 mistake 
 one line of text; 75 interruption, with a checkpoint to resume from.
 """
 
+import atexit
 import os
 import sys
 
@@ -15,7 +16,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -27,6 +28,7 @@ from pipeline.files.untrusted import printable
 # Seconds that a rank waits before it prints an error that another rank may have printed. If the
 # other rank has ended, the launcher ends the waiting rank, so that only one rank prints.
 SILENT_S = 5.0
+END_S = 2.0  # from SIGTERM to SIGKILL, for processes that code of the user's has left
 LAUNCHER = os.getppid()
 
 
@@ -159,14 +161,35 @@ def leave(code: int) -> NoReturn:
         if code == 0:
             distributed.destroy_process_group()
         else:
+            _end_children()
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(code)
+    # At the exit, multiprocessing waits for its children, also for one that ignores SIGTERM.
+    late = threading.Timer(END_S, _end_children)
+    late.daemon = True
+    late.start()
     sys.exit(code)
+
+
+def _end_children() -> None:
+    """End the processes that code of the user's has left, except one that ends by itself."""
+    import psutil
+
+    left = []
+    for child in psutil.Process().children(recursive=True):
+        with suppress(psutil.Error):  # it has just ended
+            if "resource_tracker" not in " ".join(child.cmdline()):
+                child.terminate()
+                left.append(child)
+    for child in psutil.wait_procs(left, timeout=END_S)[1]:
+        with suppress(psutil.Error):
+            child.kill()
 
 
 def start(command: Callable[[list[str]], int]) -> NoReturn:
     """Run `command` with the command line of this process, and end the process."""
+    atexit.register(_end_children)  # runs after that of multiprocessing, which comes later
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # warnings of c10d hold long stacks
     if "LOCAL_RANK" in os.environ:
         from pipeline.distributed.forks import end_with_the_parent

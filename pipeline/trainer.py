@@ -2,7 +2,7 @@
 
 import gc
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 
 from pipeline.before_grpo import BeforeGRPO
@@ -23,9 +23,13 @@ from pipeline.tracking.step_metrics import over_iterations, rollout_metrics
 GAP_BF16 = 0.1
 GAP_FP32 = 1e-4
 
+UNSCORED_STEPS = 3  # steps in a row without any reward that end a run
+
 
 class Trainer(BeforeGRPO):
     """A RunState that trains the policy with GRPO."""
+
+    _unscored_steps = 0
 
     # Stages
 
@@ -134,6 +138,7 @@ class Trainer(BeforeGRPO):
         metrics, counts = rollout_metrics(batch, self.ranks, self.config, names)
         for domain, (episodes, errors) in counts.items():
             self.errors.add(domain, episodes, errors)
+        self._refuse_unscored(stage, metrics)
         keys = {"kind": "train", "stage": stage.name, "step": self.state.step}
         own = {**keys, **statistics, **metrics}
         self.log.metrics(own if rewards is None else self._with_logged("train/", own))
@@ -151,6 +156,19 @@ class Trainer(BeforeGRPO):
             self.say(f"warning: step {self.state.step}: {line}")
         self._rewards |= {k: v for k, v in metrics.items() if k.startswith("reward/")}
         return {**statistics, **metrics, **self._rewards}
+
+    def _refuse_unscored(self, stage: Stage, metrics: Mapping[str, float]) -> None:
+        """Raise UserError if no episode of the last steps has a reward, though none failed."""
+        left = sum(metrics.get(f"rollout/left_out/reward/{domain}", 0.0) for domain in stage.groups)
+        has_failed = metrics["rollout/stop/environment_error"] > 0
+        is_unscored = left == metrics["rollout/episodes"] and not has_failed
+        self._unscored_steps = self._unscored_steps + 1 if is_unscored else 0
+        if self._unscored_steps == UNSCORED_STEPS:
+            raise UserError(
+                f"reward_funcs: every function returned None for all {left:.0f} episodes of step "
+                f"{self.state.step} and of the {UNSCORED_STEPS - 1} before it, so nothing can be "
+                "learned; let a function return a number for each completion"
+            )
 
     def end_step(self, stage: Stage, batch: RolloutBatch, advantages: Sequence[float]) -> None:
         """Write transcripts, report the start, look for faults and dead domains, validate."""

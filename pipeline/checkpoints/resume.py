@@ -15,8 +15,8 @@ from pipeline.checkpoints.manifest import problem
 from pipeline.checkpoints.run_folder import Opened, open_folder, read_state
 from pipeline.config.recipe import SETTINGS
 from pipeline.config.settings import Config, ModelSettings
-from pipeline.data.curriculum import Stage
-from pipeline.data.tasks import HELD_OUT
+from pipeline.data.curriculum import BEFORE_GRPO, Stage
+from pipeline.data.tasks import HELD_OUT, MODULE
 from pipeline.distributed.ranks import Ranks, parameter_hash
 from pipeline.errors import UserError
 from pipeline.files.layout import run_of_checkpoint
@@ -143,8 +143,14 @@ def refuse_other_origin(
 def refuse_other_stages(
     evaluations: Sequence[Mapping[str, Any]], stages: Sequence[Stage], folder: Path
 ) -> None:
-    """Raise UserError if a stage that has ended would have another length now."""
+    """Raise UserError if a stage that has ended would have another length now, or is gone."""
     ended = {entry["after"]: entry["step"] for entry in evaluations}
+    names = [stage.name for stage in stages]
+    if gone := [name for name in ended if name not in (*BEFORE_GRPO, *names)]:
+        raise UserError(
+            f"curriculum: stage {gone[0]} has ended, but the stages now are {', '.join(names)}; "
+            f"resume with the run's own settings, or train on in a new run with --model {folder}"
+        )
     for stage in stages:
         if (step := ended.get(stage.name, stage.last_step)) != stage.last_step:
             raise UserError(
@@ -157,7 +163,8 @@ def refuse_other_stages(
 def origin_of_model(config: Config) -> SavedState:
     """Return the state of the checkpoint that is evaluated with its run's settings of data, or {}.
 
-    An evaluation trains nothing, so of what the run was made of only its held-out tasks count.
+    An evaluation trains nothing, so of what the run was made of only its held-out tasks and its
+    code count.
     """
     path, now = Path(config.model.model), config.model_dump(mode="json")
     if config.grpo.use_grpo or run_of_checkpoint(config.model.model) is None:
@@ -171,8 +178,9 @@ def origin_of_model(config: Config) -> SavedState:
         for section, name in SETTINGS
         if section == "data"
     )
-    held_out = {k: v for k, v in state.get("made_of", {}).items() if k.startswith(HELD_OUT)}
-    return {"made_of": held_out} if is_same else {}
+    saved = state.get("made_of", {})
+    used = {k: v for k, v in saved.items() if k.startswith((HELD_OUT, MODULE))}
+    return {"made_of": used} if is_same else {}
 
 
 def base_of_adapters(model: Any, settings: ModelSettings, checkpointer: Checkpointer) -> str:

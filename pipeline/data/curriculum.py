@@ -13,6 +13,8 @@ from pipeline.data.shares import TaskMixture, indices_of, kind_of, quota
 from pipeline.data.tasks import Source, Task, tasks_for_step
 from pipeline.errors import UserError
 
+BEFORE_GRPO = ("start", "warm_start", "rft")  # names of evaluations that belong to no stage
+
 
 @dataclass(frozen=True, kw_only=True)
 class Stage:

@@ -141,7 +141,9 @@ def _load_dataset(source: str, split: str) -> Any:
             if len(rows) == len(paths):
                 return JoinedRows(rows, named[split])
         _unpacked([*chain(*named.values())])
-    dataset = load_dataset(source, split=split)
+    # A CSV file holds texts alone: "007" is no number, and "NA" is a word.
+    as_text = {"dtype": str, "keep_default_na": False} if kind == "csv" else {}
+    dataset = load_dataset(source, split=split, **as_text)
     for name, feature in dataset.features.items() if kind == "json" else ():
         if "timestamp" in repr(feature):
             raise ValueError(f"texts of its column {name} became dates; write one row a line")

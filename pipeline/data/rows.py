@@ -51,7 +51,8 @@ def rows_of_file(path: Path) -> JsonArray | JsonLines:
 def rows_of_dataset_file(path: Path) -> JsonArray | JsonLines | None:
     """Return the rows of a dataset's JSON file: one array or JSON Lines; None for another form."""
     with open_file(path) as file:
-        line = file.readline(MAX_LINE_BYTES).removeprefix(BOM_UTF8).strip()
+        lines = (line.removeprefix(BOM_UTF8).strip() for _, line in lines_of(file, str(path)))
+        line = next(filter(None, lines), b"")
     if line.startswith(b"["):
         return JsonArray(path)
     try:
@@ -285,6 +286,8 @@ def messages_problem(messages: Any) -> str:
         if not is_message or message.get("role") not in ROLES:
             roles = ", ".join(ROLES)
             return f"bad message {shown(message)}; give role and content, the role one of {roles}"
+        if message.get("function_call"):
+            return "a message has a function_call, the old form; write it as tool_calls"
         calls = message.get("tool_calls") or []
         if not isinstance(calls, list) or not all(map(_is_call, calls)):
             form = '{"function": {"name": ..., "arguments": {...}}}'

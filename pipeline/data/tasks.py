@@ -37,6 +37,7 @@ Message = dict[str, Any]
 Visit = Callable[[TaskRow], None] | None  # a function that is called with each checked row
 HELD_OUT = "held-out tasks of "  # and a domain: their name among what a run is made of
 SCENARIO = "scenario"  # a column, or an environment's attribute: a customer's instructions
+MODULE = "module "  # and its name: a file with code of the user's, in the same place
 SPLITS = ("train", "validation", "test")
 DIFFICULTIES = ("easy", "medium", "hard")
 Source: TypeAlias = "Sequence[Task]"  # tasks in memory or on disk

@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 import threading
+import traceback
 from collections.abc import Callable
 
 # Signals that ranks handle; SLURM sends SIGUSR1.
@@ -28,6 +29,23 @@ def call_in_children(call: Callable[[], None]) -> Callable[[], None]:
     _is_rank = True
     _in_children.append(call)
     return lambda: _in_children.remove(call)
+
+
+def end_if_forked(pid: int, error: BaseException | None = None) -> None:
+    """End this process if code of the user's has forked it from process `pid`, and came back.
+
+    A child that leaves the user's call, with or without an exception, would be a second rank.
+    """
+    if os.getpid() == pid:
+        return
+    code = int(error is not None)
+    if isinstance(error, SystemExit):
+        code = error.code if isinstance(error.code, int) else int(error.code is not None)
+    elif error is not None:
+        traceback.print_exception(error)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def end_with_the_parent() -> None:

@@ -22,10 +22,11 @@ from pipeline.environments.waits import causes_of, seconds_of
 from pipeline.errors import UserError
 from pipeline.files.untrusted import (
     keep_secret,
+    masked,
     one_line,
     parse_json,
     reason_of,
-    without_secrets,
+    without_secrets_in,
 )
 
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.5, 20.0
@@ -192,9 +193,11 @@ class Endpoint:
             wait_s = seconds_of(response.headers.get("Retry-After", ""))
             raise Failed(f"status {status}", wait_s)
         if status != 200:
-            why = f"status {status}: {one_line(text[:300])}"
+            why = f"status {status}: {one_line(masked(text)[:300])}"
             raise Refused(why, for_all=status in NOT_HERE or not self.has_answered)
-        return _read(without_secrets(text), self._as_written)
+        message, num_tokens = _read(text, self._as_written)
+        # Masked after parsing: JSON can write each character in several ways.
+        return without_secrets_in(message), num_tokens
 
     def _connected(self) -> Any:
         """Return the client of the running event loop; a client works in one loop only."""

@@ -278,6 +278,12 @@ def generated(data: DataSettings, domain: Domain, count: int, split: str) -> lis
         raise UserError(f"{call} gave {shown(tasks)}; return a list of Task")
     if other := next((task.domain for task in made if task.domain != domain.name), None):
         raise UserError(f"{call} gave one of the domain {shown(other)}; return {where}")
+    if split == "validation" and domain.name in data.own_domains:
+        with refused(f"{call} fails"):
+            again = domain.generate_tasks(*arguments)
+        if not isinstance(again, list) or list.copy(again) != made:
+            why = "gives other tasks when it is called again, so no run could be resumed"
+            raise UserError(f"{call} {why}; draw from its arguments alone")
     for task in made if domain.name in data.own_domains else ():
         with refused(f"{call} gave the task {shown(task.id)}"):
             row = {**vars(task), "prompt": list(task.prompt)}

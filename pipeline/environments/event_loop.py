@@ -1,11 +1,14 @@
 """Two asyncio event loops, each in a thread: for environment code, and for the pipeline's code."""
 
 import asyncio
+import os
 import threading
 from collections.abc import Awaitable, Callable, Coroutine, Generator
 from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any, TypeVar
+
+from pipeline.distributed.forks import end_if_forked
 
 GRACE_S = 5.0  # seconds until a blocked event loop is replaced
 
@@ -18,13 +21,16 @@ async def finish(
     steps: Steps[Any], awaitable: Awaitable[Any] | None = None
 ) -> tuple[Any, BaseException | None]:
     """Run the generator `steps` in an event loop; return (result, None), or (None, exception)."""
+    pid = os.getpid()
     try:
         if awaitable is None:
             awaitable = next(steps)
         while True:
             try:
                 result = await awaitable
+                end_if_forked(pid)
             except BaseException as error:
+                end_if_forked(pid, error)
                 awaitable = steps.throw(error)
             else:
                 awaitable = steps.send(result)

@@ -22,6 +22,7 @@ from functools import partial
 from importlib import import_module
 from typing import Any, Protocol
 
+from pipeline.distributed.forks import end_if_forked
 from pipeline.environments.event_loop import (
     Steps,
     Value,
@@ -63,16 +64,18 @@ def guarded(name: str, seconds: float, call: Callable[[], Any]) -> Any:
     Raises EnvironmentFault if the call fails or takes more than `seconds`. In the main thread, an
     alarm interrupts the call after `seconds`, unless the call is blocked inside C code.
     """
-    begun, outer_deadline = time.monotonic(), _state.deadline
+    begun, outer_deadline, pid = time.monotonic(), _state.deadline, os.getpid()
     _state.deadline = begun + seconds
     result, fault = None, None
     try:
         steps = steps_of(call)
         is_main = threading.current_thread() is threading.main_thread()
         result = _under_alarm(seconds, steps) if is_main else run_steps(steps)
+        end_if_forked(pid)
     except CallTimeout:
         fault = too_long(name, seconds)
     except BaseException as error:
+        end_if_forked(pid, error)
         fault = fault_of(error, name)
     finally:
         _state.deadline = outer_deadline

@@ -10,12 +10,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from pipeline.data.tasks import HELD_OUT
+from pipeline.data.curriculum import BEFORE_GRPO
+from pipeline.data.tasks import HELD_OUT, MODULE
 from pipeline.errors import UserError
 from pipeline.evaluation import transfer_metrics as metrics
 from pipeline.evaluation.transfer_metrics import Floats, Number, estimate, resampled, succeeded
-
-BEFORE_GRPO = ("start", "warm_start", "rft")
 
 Results = Mapping[str, Any]  # the content of `results.json`
 
@@ -31,6 +30,12 @@ class Runs:
         self.evaluations = [points_of(run) for run in runs]
         self.tasks: dict[str, list[str]] = {}
         hashes = [of.get("made_of", {}) for of in runs]
+        for what in {what for of in hashes for what in of if what.startswith(MODULE)}:
+            if over_seeds and len({of[what] for of in hashes if what in of}) > 1:
+                raise UserError(
+                    f"report: runs with other versions of the {what} are no seeds of one run; "
+                    "run them again with one version"
+                )
         every = [evaluation["success"] for of in self.evaluations for evaluation in of]
         for domain in dict.fromkeys(domain for success in every for domain in success):
             first, *others = [set(of.get(domain, {}).get("tasks", {})) for of in every]

@@ -4,7 +4,8 @@ from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any
 
-from pipeline.evaluation.transfer import BEFORE_GRPO, mean_over_tasks, points_of
+from pipeline.data.curriculum import BEFORE_GRPO
+from pipeline.evaluation.transfer import mean_over_tasks, points_of
 from pipeline.evaluation.transfer_metrics import succeeded
 
 MIN_TASKS = 5  # fewer tasks give an interval that is too narrow

@@ -11,6 +11,7 @@ import stat
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
+from urllib.parse import quote
 
 from pipeline.errors import CtrlC, UserError
 
@@ -20,11 +21,14 @@ MAX_SHOWN = 200  # largest number of characters of a refused value in a message
 CACHED = ("models--", "datasets--")  # start of the names of folders in the hub's cache
 MAX_MESSAGE = 1000  # largest number of characters of a message
 
-_USER_INFO = re.compile(r"(?<=://)[^/\s'\"]+(?=@)")
+_USER_INFO = re.compile(r"(?<=://)[^/\s]+(?=@)")
 _TOKEN = re.compile(
     r"\bhf_[A-Za-z0-9]{20,}"
-    r"|\bsk-(?=[\w-]*\d)[\w-]{16,}"
-    r"|(?<=\bBearer )(?=\S*\d)[\w.~+/=-]{12,}"
+    r"|\bsk-(?:(?=[\w-]*\d)[\w-]{16,}|[\w-]{24,})"
+    r"|\b(?:gh[a-z]_|gsk_|sk_live_)[A-Za-z0-9]{16,}|\bAIza[\w-]{30,}"
+    r"|(?<=\bBearer )\s*(?:(?=\S*\d)[\w.~+/=-]{12,}|[\w.~+/=-]{20,})"
+    r"|(?<=\bBasic )\s*(?=\S*[\d=])[\w+/=-]{12,}"
+    r"|[\w-]*api[-_]?key['\"]?\s*[:=]\s*['\"]?(?=\S*\d)[\w.~+/-]{8,}=*"
     r"|(?<=[?&])(?:[a-z_]*token|[a-z_]*key|password|sig|signature)=[^&\s'\"]+",
     re.IGNORECASE,
 )
@@ -37,7 +41,8 @@ SHORTEST_SECRET = 8  # characters; local servers take keys such as EMPTY, which 
 def keep_secret(value: str) -> None:
     """Mask a value, such as an API key, in all texts that are shown from now on."""
     if len(value) >= SHORTEST_SECRET:
-        _secrets.add(value)
+        escaped = json.dumps(value)[1:-1]
+        _secrets.update((value, escaped, escaped.replace("/", "\\/"), quote(value, safe="")))
 
 
 def parse_json(text: str) -> Any:
@@ -162,9 +167,18 @@ def masked(text: str) -> str:
 
 def without_secrets(text: str) -> str:
     """Replace the values of `keep_secret` in a text by ***, and nothing else."""
-    for secret in _secrets:
+    for secret in sorted(_secrets, key=len, reverse=True):
         text = text.replace(secret, "***")
     return text
+
+
+def without_secrets_in(value: Any) -> Any:
+    """Replace the values of `keep_secret` in all texts of a JSON value by ***."""
+    if isinstance(value, dict):
+        return {without_secrets(key): without_secrets_in(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [without_secrets_in(item) for item in value]
+    return without_secrets(value) if isinstance(value, str) else value
 
 
 def masked_tree(value: Any) -> Any:

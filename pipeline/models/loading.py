@@ -160,6 +160,9 @@ def with_our_kernels(shape: Any, settings: ModelSettings) -> Any:
     """
     parts = [shape, *(part for name in shape.sub_configs if (part := getattr(shape, name, None)))]
     for part in parts:
+        # Outputs beside the logits would cost memory, and no checkpoint could be saved with them.
+        part.output_attentions, part.output_hidden_states = False, False
+        part.return_dict = True
         part._attn_implementation = settings.attn_implementation
         if hasattr(part, "_experts_implementation"):
             part._experts_implementation = None

@@ -6,7 +6,8 @@ from itertools import cycle
 from textwrap import fill
 from typing import Any, NamedTuple
 
-from pipeline.evaluation.transfer import BEFORE_GRPO, rate
+from pipeline.data.curriculum import BEFORE_GRPO
+from pipeline.evaluation.transfer import rate
 from pipeline.plots import drawing
 from pipeline.plots.drawing import COLOURS, WIDTH, Axes, Figure, Number, complete, error_bar, shown
 from pipeline.plots.training import BASELINE, SQUARE, draw_baseline, draw_rate

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from pipeline.checkpoints.manifest import hash_of
 from pipeline.config.settings import Config
-from pipeline.data.tasks import HELD_OUT, Task
+from pipeline.data.tasks import HELD_OUT, MODULE, Task
 from pipeline.preflight.tasks import TaskSets
 
 
@@ -43,7 +43,10 @@ def made_of(
 
 
 def _hashes_of_modules(named: str) -> dict[str, str]:
-    """Return the hash of a module's file, and of the imported files in its folder and below."""
+    """Return the hash of a module's file, and of the imported files beside its package, and below.
+
+    Of an installed package, only its own files count.
+    """
     files = {
         name: Path(file)
         for name, module in [*sys.modules.items()]
@@ -52,14 +55,17 @@ def _hashes_of_modules(named: str) -> dict[str, str]:
     }
     if named not in files:
         return {}
-    folder = files[named].parent
+    is_package = files[named].name == "__init__.py"
+    folder = files[named].parents[named.count(".") + is_package]  # from which it was imported
+    if folder.name == "site-packages":
+        folder /= named.partition(".")[0]
     beside = {
         name: file
         for name, file in files.items()
         if name == named
         or (folder in file.parents and "site-packages" not in file.relative_to(folder).parts)
     }
-    return {f"module {name}": hash_of(file) for name, file in beside.items() if file.is_file()}
+    return {f"{MODULE}{name}": hash_of(file) for name, file in beside.items() if file.is_file()}
 
 
 def _hash_of_tasks(tasks: Iterable[Task]) -> str:

@@ -159,10 +159,12 @@ def split_source(
     """
     data, name, source = config.data, domain.name, config.data.tasks[domain.name]
     census = Census(by_prompt=is_single_turn(domain))
-    known = {content_of_task(task) for task in held_out or ()}
+    by_prompt = is_single_turn(domain)
+    content = _what_is_seen if by_prompt else content_of_task
+    known = {content(task) for task in held_out or ()}
 
     def visit(row: TaskRow) -> None:
-        if known and content_of_row(row) in known:
+        if known and (seen_of(row["prompt"], row) if by_prompt else content_of_row(row)) in known:
             raise UserError(
                 f"{source}: task {shown(row['id'])} is also a held-out task; take it out"
             )

@@ -11,8 +11,9 @@ from typing import Any
 import yaml
 
 from pipeline.config.recipe import own_domains
+from pipeline.data.curriculum import BEFORE_GRPO
 from pipeline.errors import UserError
-from pipeline.evaluation.transfer import BEFORE_GRPO, summary, threshold_of
+from pipeline.evaluation.transfer import summary, threshold_of
 from pipeline.files.durable import read_records, whole_lines
 from pipeline.files.layout import METRICS, TIMINGS
 

@@ -49,14 +49,42 @@ GRADERS = {
         assert child.exitcode == -14, child.exitcode
         return [1.0 * len(c) for c in answer]
     """,
+    "children that come back from the function": """
+        if os.fork() == 0:
+            sys.exit(0)
+        if os.fork() == 0:
+            return []
+        if os.fork() == 0:
+            raise ValueError("of a child")
+        ended = sorted(os.waitstatus_to_exitcode(os.wait()[1]) for _ in range(3))
+        assert ended == [0, 0, 1], ended
+        return [1.0 * len(c) for c in answer]
+    """,
+    "a child that ignores SIGTERM": """
+        global pool
+        if pool is None:
+            pool = fork.Process(target=stay, daemon=True)
+            pool.start()
+        return [1.0 * len(c) for c in answer]
+    """,
+    "a program": """
+        global pool
+        pool = pool or subprocess.Popen(["sleep", "600"])
+        return [1.0 * len(c) for c in answer]
+    """,
 }
 MODULE = """
-import multiprocessing, signal, time
+import multiprocessing, os, signal, subprocess, sys, time
 fork, pool = multiprocessing.get_context("fork"), None
 
 
 def wait_for_an_alarm():
     signal.setitimer(signal.ITIMER_REAL, 0.05)
+    time.sleep(600)
+
+
+def stay():
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     time.sleep(600)
 
 

@@ -138,6 +138,17 @@ def test_a_finished_run_takes_no_more_steps_and_says_so(tmp_path: Path):
     play(*begun, "--resume-from-checkpoint", "latest", cwd=tmp_path, num_ranks=1)  # as it was
 
 
+def test_runs_with_other_code_are_no_seeds_of_one_run():
+    run = {"evaluations": [], "success_threshold": 1.0}
+    runs = [{**run, "made_of": {"module my_reward": name}} for name in "ab"]
+    with pytest.raises(UserError) as refused:
+        Runs(runs)
+    says(
+        str(refused.value), "report: runs with other versions of the module my_reward are no seeds"
+    )
+    Runs(runs[:1] * 2), Runs(runs, over_seeds=False)
+
+
 def test_runs_on_other_tasks_under_equal_ids_are_not_compared():
     success = {"shop": {"tasks": {"a": [1.0], "b": [0.0]}}}
     run = {

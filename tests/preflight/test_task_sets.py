@@ -306,11 +306,11 @@ def test_a_judge_is_asked_by_functions_with_this_argument(place):
     prepared(lines(place / "other.jsonl", rows(9, judge="Jo")), "blocking")  # a column
 
 
-def test_held_out_rows_that_are_trained_too_are_told(place):
+def test_held_out_prompts_among_the_trained_ones_are_refused_whatever_their_other_columns(place):
     held_out = lines(place / "held.jsonl", rows(8, level=2)[6:])
     source = lines(place / "own.jsonl", rows(12, level=1))
-    _, notes = prepared(source, eval_tasks={"sums": held_out}, evaluation={"validation_steps": 0})
-    assert any("2 of 2 held-out tasks are training tasks too; take out equal" in n for n in notes)
+    message = refusal(lambda: prepared(source, eval_tasks={"sums": held_out}))
+    says(message, "task '6' is also a held-out task; take it out")
     _, notes = prepared(source)
     assert not any("training tasks too" in note for note in notes)
 
