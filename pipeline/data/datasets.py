@@ -119,7 +119,7 @@ def _load_dataset(source: str, split: str) -> Any:
     Raises ValueError for a file outside the dataset's folder, with a format that KINDS lacks, or
     that unpacks to too many bytes.
     """
-    from datasets import config, load_dataset, load_dataset_builder
+    from datasets import Features, Value, config, load_dataset, load_dataset_builder
 
     is_folder, is_online = os.path.isdir(source), not config.HF_HUB_OFFLINE
     cards = [Path(source, name) for name in CARDS] if is_folder else _cards_of_hub(source)
@@ -141,9 +141,10 @@ def _load_dataset(source: str, split: str) -> Any:
             if len(rows) == len(paths):
                 return JoinedRows(rows, named[split])
         _unpacked([*chain(*named.values())])
-    # A CSV file holds texts alone: "007" is no number, and "NA" is a word.
-    as_text = {"dtype": str, "keep_default_na": False} if kind == "csv" else {}
-    dataset = load_dataset(source, split=split, **as_text)
+    dataset = load_dataset(source, split=split)
+    if kind == "csv":  # It holds texts alone: "007" is no number, and "NA" is a word.
+        texts = Features({name: Value("string") for name in dataset.column_names})
+        dataset = load_dataset(source, split=split, features=texts, keep_default_na=False)
     for name, feature in dataset.features.items() if kind == "json" else ():
         if "timestamp" in repr(feature):
             raise ValueError(f"texts of its column {name} became dates; write one row a line")

@@ -397,7 +397,9 @@ def test_files_and_folders_of_datasets_give_the_same_tasks(tmp_path, own_cache):
     assert len(loaded(tmp_path / "two")[0]) == 1
 
 
-@pytest.mark.parametrize("name", ["rows.jsonl", "rows.json", "rows.json with lines"])
+@pytest.mark.parametrize(
+    "name", ["rows.jsonl", "rows.json", "rows.json with lines", "rows.jsonl after a blank line"]
+)
 def test_a_folder_of_json_files_gives_the_values_of_its_files(tmp_path, own_cache, name):
     """Arrow's types would make dates of texts, floats of large integers, and nulls of nothing."""
     rows = [
@@ -409,6 +411,7 @@ def test_a_folder_of_json_files_gives_the_values_of_its_files(tmp_path, own_cach
     lines = "".join(json.dumps(row) + "\n" for row in rows)
     (tmp_path / "folder").mkdir()
     held = json.dumps(rows) if name == "rows.json" else lines
+    held = "\n \n" * name.endswith("blank line") + held
     (tmp_path / "folder" / name.split()[0]).write_text(held)
     (tmp_path / "rows.jsonl").write_text(lines)
     of_file, of_folder = (
@@ -418,6 +421,23 @@ def test_a_folder_of_json_files_gives_the_values_of_its_files(tmp_path, own_cach
     assert of_folder == of_file
     assert json.loads(of_folder[0].columns)["answer"] == "2024-05-01"
     assert json.loads(of_folder[1].columns)["n"] == 2**63 + 5
+
+
+def test_a_csv_file_holds_texts(tmp_path, own_cache):
+    """Its reader would make numbers, truth values and nulls of them."""
+    values = ["007", "1.50", "NA", "True", "null"]
+    (tmp_path / "folder").mkdir()
+    lines = "".join(f"what is {n}?,{value}\n" for n, value in enumerate(values))
+    (tmp_path / "folder" / "train.csv").write_text("prompt,answer\n" + lines)
+    tasks = open_tasks("d", str(tmp_path / "folder"), "train", None, True)
+    assert [json.loads(task.columns)["answer"] for task in tasks] == values
+
+
+def test_the_old_form_of_calls_is_not_dropped(tmp_path):
+    old = {"role": "assistant", "content": "", "function_call": {"name": "f", "arguments": "{}"}}
+    row = {"id": "a", "prompt": [PROMPT[1], old, PROMPT[1]]}
+    (path := tmp_path / "rows.jsonl").write_text(json.dumps(row))
+    says(source_refusal(path), "prompt: a message has a function_call", "write it as tool_calls")
 
 
 PACKED = {"gz": gzip.compress, "bz2": bz2.compress, "xz": lzma.compress}

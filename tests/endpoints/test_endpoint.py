@@ -265,6 +265,21 @@ def test_a_key_that_a_reply_repeats_is_neither_stored_nor_printed(server):
         assert "***" in shows(f"bad key {key} in the request")
 
 
+def test_a_key_that_a_reply_writes_in_another_way_is_masked(server):
+    """JSON can write a character as its number."""
+    key = "Ab3/dEf+9Kq/Zz81==xyQ"
+    client = Client(server.url, key=key)
+    for written in (key.replace("/", "\\/"), "\\u0041" + key[1:]):
+        server.faults = ['{"choices": [{"message": {"content": "the key: ' + written + '"}}]}']
+        assert client()["content"] == "the key: ***"
+        assert key not in str(client.paid)
+    server.faults = [(401, "y")]
+    server.refusal = json.dumps("y" * 290 + key)
+    with pytest.raises(Refused) as caught:
+        client()
+    assert "yyy" in str(caught.value) and key[:8] not in str(caught.value)
+
+
 def test_a_reply_without_an_end_is_no_message(server, monkeypatch):
     monkeypatch.setattr(module, "MAX_REPLY", 10_000)
     server.answer = lambda body: {"content": "x" * 20_000}

@@ -264,7 +264,7 @@ def test_demonstrations_have_the_shares_of_families_and_repeat_no_flaws(own):
 
 def test_shares_of_a_module_for_families_without_tasks_are_a_note(own):
     notes = prepare(own(f"{BANK}\n\nFAMILY_SHARES = {{'big': 0.5}}\n")).notes
-    assert "have none of big; the other families get the share" in notes[0]
+    assert "no task has the family big, so all count alike" in notes[0]
     settings = {"family_shares": {"bank": {"big": 0.5}}}
     says(refusal(prepare, own(curriculum=settings)), "bank: got 'big', which has no tasks")
 
@@ -596,7 +596,14 @@ MODULES += [
         "(TypeError: show (bank_that_has_half_a_letter_in_a_docstring.py, line 26): its docstring",
     ),
 ]
+COUNTED = BANK.replace('id=f"', 'id=f"{next(count)}-')
+COUNTED += "import itertools\ncount = itertools.count()\n"
 GENERATORS = [
+    (
+        "gives other tasks each time",
+        COUNTED,
+        "gives other tasks when it is called again, so no run could be resumed; draw from its arg",
+    ),
     *(
         (
             f"has tasks with half a letter in {what}",

@@ -424,6 +424,8 @@ def test_a_folder_can_be_the_model_of_a_recipe(tmp_path):
         ("_attn_implementation", "eager"),
         ("_attn_implementation", "kernels-community/flash-attn2"),
         ("_experts_implementation", "kernels-community/experts"),
+        ("output_attentions", True),
+        ("return_dict", False),
     ],
 )
 def test_the_settings_choose_the_kernels_and_not_the_folder(tmp_path, name, value):
@@ -434,6 +436,7 @@ def test_the_settings_choose_the_kernels_and_not_the_folder(tmp_path, name, valu
     for model in (load_folder(tmp_path, settings), empty_model(Config(model=settings))):
         assert model.config._attn_implementation == "sdpa"
         assert getattr(model.config, "_experts_implementation", None) in (None, "eager")
+        assert (model.config.output_attentions, model.config.return_dict) == (False, True)
 
 
 def test_the_tiny_model_has_the_attention_that_is_set():

@@ -36,6 +36,7 @@ class ChatServer(ThreadingHTTPServer):
         self.paths: set[str] = set()
         self.keys: set[str] = set()
         self.paid = Counter[str]()
+        self.refusal = '{"error": "as the test wants"}'
 
     def handle_error(self, *_: Any) -> None:
         pass  # a client that is gone
@@ -90,7 +91,7 @@ class Handler(BaseHTTPRequestHandler):
             return self._send(fault)
         elif fault is not None:
             status, retry_after = fault if isinstance(fault, tuple) else (fault, "")
-            return self._send('{"error": "as the test wants"}', status, retry_after)
+            return self._send(server.refusal, status, retry_after)
         said = server.answer(body)
         message = {"content": said} if isinstance(said, str) else said
         with server.lock:
