@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import astuple
 from hashlib import sha256
 from pathlib import Path
+from typing import Any
 
 from pipeline.checkpoints.manifest import hash_of
 from pipeline.config.settings import Config
@@ -66,6 +67,13 @@ def _hashes_of_modules(named: str) -> dict[str, str]:
         or (folder in file.parents and "site-packages" not in file.relative_to(folder).parts)
     }
     return {f"{MODULE}{name}": hash_of(file) for name, file in beside.items() if file.is_file()}
+
+
+def hash_of_tokenizer(tokenizer: Any) -> str:
+    """Return the SHA-256 of a tokenizer's words, special tokens and fitted chat template."""
+    parts = [sorted(tokenizer.get_vocab().items()), tokenizer.special_tokens_map]
+    parts.append(tokenizer.chat_template)
+    return sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
 
 
 def _hash_of_tasks(tasks: Iterable[Task]) -> str:

@@ -27,7 +27,7 @@ from pipeline.files.untrusted import shown
 from pipeline.models.loading import load_tokenizer
 from pipeline.preflight.demonstrations import check_demonstrations
 from pipeline.preflight.limits import check_limits, is_too_long, prompts_beyond
-from pipeline.preflight.made_of import made_of
+from pipeline.preflight.made_of import hash_of_tokenizer, made_of
 from pipeline.preflight.rewards import check_reward_functions
 from pipeline.preflight.tasks import IsLong, longest_of, task_sets
 from pipeline.sft import sources_of
@@ -101,6 +101,8 @@ def prepare(config: Config, with_tiny_tokenizer: bool = False) -> Prepared:
     notes += check_reward_functions(config, domains, train, held_out)
     graded = _graded(config, domains)
     origin = made_of(config, sets, graded)
+    if config.model.model != "tiny":  # whose words and template are this package's
+        origin["tokenizer and chat template"] = hash_of_tokenizer(tokenizer)
     notes += _mix_families(config, domains, train, graded)
     sizes = {name: num_drawn(tasks) for name, tasks in train.items()}
     for (name, _), tasks in graded.items():

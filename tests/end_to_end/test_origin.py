@@ -107,8 +107,20 @@ def test_other_base_weights_under_adapters_are_refused(tmp_path: Path):
     shutil.copytree(model, tmp_path / "base", ignore=shutil.ignore_patterns("*state.json"))
     begun = [*airline, "--model", "base", "--use-peft", "--max-steps", "1", "--output-dir", "out"]
     play(*begun, cwd=tmp_path, num_ranks=1)
-    shutil.copy(foreign / "model.safetensors", tmp_path / "base" / "model.safetensors")
-    done = play(*begun, "--resume-from-checkpoint", "latest", cwd=tmp_path, num_ranks=1, code=2)
+    base = tmp_path / "base"
+    again = [*begun, "--resume-from-checkpoint", "latest"]
+    config, template = (base / name for name in ("config.json", "chat_template.jinja"))
+    texts = {path: path.read_text() for path in (config, template)}
+    config.write_text(json.dumps({**json.loads(texts[config]), "rms_norm_eps": 0.5}))
+    done = play(*again, cwd=tmp_path, num_ranks=1, code=2)
+    says(done.stderr, "was made with other configuration of the base model; put back")
+    config.write_text(texts[config])
+    template.write_text("Hello. " + texts[template])
+    done = play(*again, cwd=tmp_path, num_ranks=1, code=2)
+    says(done.stderr, "was made with other tokenizer and chat template; put back")
+    template.write_text(texts[template])
+    shutil.copy(foreign / "model.safetensors", base / "model.safetensors")
+    done = play(*again, cwd=tmp_path, num_ranks=1, code=2)
     says(done.stderr, "was made with other weights of the base model (float32); put back")
 
 
