@@ -11,6 +11,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable
+from typing import NoReturn
 
 # Signals that ranks handle; SLURM sends SIGUSR1.
 STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
@@ -31,13 +32,11 @@ def call_in_children(call: Callable[[], None]) -> Callable[[], None]:
     return lambda: _in_children.remove(call)
 
 
-def end_if_forked(pid: int, error: BaseException | None = None) -> None:
-    """End this process if code of the user's has forked it from process `pid`, and came back.
+def end_child(error: BaseException | None = None) -> NoReturn:
+    """End this process, which code of the user's has forked, and which has left the user's call.
 
-    A child that leaves the user's call, with or without an exception, would be a second rank.
+    It would go on as a second rank.
     """
-    if os.getpid() == pid:
-        return
     code = int(error is not None)
     if isinstance(error, SystemExit):
         code = error.code if isinstance(error.code, int) else int(error.code is not None)

@@ -8,7 +8,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any, TypeVar
 
-from pipeline.distributed.forks import end_if_forked
+from pipeline.distributed.forks import end_child
 
 GRACE_S = 5.0  # seconds until a blocked event loop is replaced
 
@@ -28,9 +28,11 @@ async def finish(
         while True:
             try:
                 result = await awaitable
-                end_if_forked(pid)
+                if os.getpid() != pid:
+                    end_child()
             except BaseException as error:
-                end_if_forked(pid, error)
+                if os.getpid() != pid:
+                    end_child(error)
                 awaitable = steps.throw(error)
             else:
                 awaitable = steps.send(result)

@@ -22,7 +22,7 @@ from functools import partial
 from importlib import import_module
 from typing import Any, Protocol
 
-from pipeline.distributed.forks import end_if_forked
+from pipeline.distributed.forks import end_child
 from pipeline.environments.event_loop import (
     Steps,
     Value,
@@ -71,11 +71,13 @@ def guarded(name: str, seconds: float, call: Callable[[], Any]) -> Any:
         steps = steps_of(call)
         is_main = threading.current_thread() is threading.main_thread()
         result = _under_alarm(seconds, steps) if is_main else run_steps(steps)
-        end_if_forked(pid)
+        if os.getpid() != pid:
+            end_child()
     except CallTimeout:
         fault = too_long(name, seconds)
     except BaseException as error:
-        end_if_forked(pid, error)
+        if os.getpid() != pid:
+            end_child(error)
         fault = fault_of(error, name)
     finally:
         _state.deadline = outer_deadline

@@ -32,6 +32,7 @@ from pipeline.preflight.rewards import check_reward_functions
 from pipeline.preflight.tasks import IsLong, longest_of, task_sets
 from pipeline.sft import sources_of
 
+FEW = 100  # of fewer generated tasks, some families may have none
 Graded = dict[tuple[str, str], Sequence[Task]]  # training tasks by domain and difficulty
 
 
@@ -221,10 +222,11 @@ def _mix_families(
         given = config.curriculum.family_shares
         if shares := given.get(name, domain.family_shares):
             found = {n: tasks for (d, n), tasks in graded.items() if d == name}
-            # A recipe's shares are of generated tasks. Others may take their place.
+            # A recipe's shares are of many generated tasks. Others may take their place.
             data = config.data
-            is_replaced = name in data.tasks or data.tau2 is not None
-            is_strict = name in given and (name in data.own_domains or not is_replaced)
+            has_others = name in data.tasks or data.tau2 is not None
+            has_others |= data.num_train_tasks < FEW
+            is_strict = name in given and (name in data.own_domains or not has_others)
             made, said = mixtures(name, found or {"train": train[name]}, shares, is_strict)
             notes += said
             if made:
