@@ -25,9 +25,6 @@ from pipeline.models.loading import dtype_of, load_folder, load_model
 
 PACKAGE = Path(__file__).parents[1]
 
-# Parts of a configuration that say where it came from.
-NO_SETTINGS = ("_name_or_path", "_commit_hash", "transformers_version", "torch_dtype", "dtype")
-
 
 def open_together(
     config: Config,
@@ -119,16 +116,11 @@ def refuse_other_facts(state: SavedState, about: Mapping[str, Any], override: bo
 
 
 def weights_of(model: Any, ranks: Ranks) -> dict[str, str]:
-    """Return the SHA-256 of a base model's weights on rank 0, and of its configuration, by name."""
+    """Return the SHA-256 of a base model's weights on rank 0, by a name for them and their type."""
     own = parameter_hash(model.named_parameters()) if ranks.is_main else ""
     kind = str(next(model.parameters()).dtype).removeprefix("torch.")
     found = ranks.all_gather_objects(own, "weights of the base model")
-    settings = {k: v for k, v in model.config.to_dict().items() if k not in NO_SETTINGS}
-    text = json.dumps(settings, sort_keys=True, default=str)
-    return {
-        f"weights of the base model ({kind})": found[0],
-        "configuration of the base model": sha256(text.encode()).hexdigest(),
-    }
+    return {f"weights of the base model ({kind})": found[0]}
 
 
 def refuse_other_origin(

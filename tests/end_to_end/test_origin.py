@@ -109,16 +109,12 @@ def test_other_base_weights_under_adapters_are_refused(tmp_path: Path):
     play(*begun, cwd=tmp_path, num_ranks=1)
     base = tmp_path / "base"
     again = [*begun, "--resume-from-checkpoint", "latest"]
-    config, template = (base / name for name in ("config.json", "chat_template.jinja"))
-    texts = {path: path.read_text() for path in (config, template)}
-    config.write_text(json.dumps({**json.loads(texts[config]), "rms_norm_eps": 0.5}))
-    done = play(*again, cwd=tmp_path, num_ranks=1, code=2)
-    says(done.stderr, "was made with other configuration of the base model; put back")
-    config.write_text(texts[config])
-    template.write_text("Hello. " + texts[template])
+    template = base / "chat_template.jinja"
+    text = template.read_text()
+    template.write_text("Hello. " + text)
     done = play(*again, cwd=tmp_path, num_ranks=1, code=2)
     says(done.stderr, "was made with other tokenizer and chat template; put back")
-    template.write_text(texts[template])
+    template.write_text(text)
     shutil.copy(foreign / "model.safetensors", base / "model.safetensors")
     done = play(*again, cwd=tmp_path, num_ranks=1, code=2)
     says(done.stderr, "was made with other weights of the base model (float32); put back")
