@@ -139,7 +139,7 @@ class PhoneUser:
 class _Talker(Agent):
     """An agent that replaces calls of `ask_user` by messages to the customer."""
 
-    def call(self, tool: str, **arguments: Any) -> Any:
+    def call(self, tool: str, /, **arguments: Any) -> Any:
         if tool != "ask_user":
             return super().call(tool, **arguments)
         before, after = TOLD.split("{}")
