@@ -21,12 +21,13 @@ from pipeline.environments.faults import Outage
 from pipeline.environments.waits import causes_of, seconds_of
 from pipeline.errors import UserError
 from pipeline.files.untrusted import (
+    in_texts,
     keep_secret,
     masked,
     one_line,
     parse_json,
     reason_of,
-    without_secrets_in,
+    without_secrets,
 )
 
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.5, 20.0
@@ -197,7 +198,7 @@ class Endpoint:
             raise Refused(why, for_all=status in NOT_HERE or not self.has_answered)
         message, num_tokens = _read(text, self._as_written)
         # Masked after parsing: JSON can write each character in several ways.
-        return without_secrets_in(message), num_tokens
+        return in_texts(without_secrets, message), num_tokens
 
     def _connected(self) -> Any:
         """Return the client of the running event loop; a client works in one loop only."""

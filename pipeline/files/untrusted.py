@@ -8,7 +8,7 @@ import math
 import os
 import re
 import stat
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 from urllib.parse import quote
@@ -159,8 +159,8 @@ def printable(text: str) -> str:
 def masked(text: str) -> str:
     """Replace secrets in a text by ***.
 
-    These are values of `keep_secret`, `user:password@`, `hf_...`, `sk-...`, and X in `?token=X` and
-    `Bearer X`.
+    These are values of `keep_secret`, `user:password@`, tokens with a known beginning (`hf_...`,
+    `sk-...`), X in `Bearer X` and `Basic X`, and `token=X` or `api-key: X` as a whole.
     """
     return _TOKEN.sub("***", _USER_INFO.sub("***", without_secrets(text)))
 
@@ -172,22 +172,18 @@ def without_secrets(text: str) -> str:
     return text
 
 
-def without_secrets_in(value: Any) -> Any:
-    """Replace the values of `keep_secret` in all texts of a JSON value by ***."""
-    if isinstance(value, dict):
-        return {without_secrets(key): without_secrets_in(item) for key, item in value.items()}
+def in_texts(change: Callable[[str], str], value: Any) -> Any:
+    """Return a nested value with each of its texts changed, in keys and in values."""
+    if isinstance(value, Mapping):
+        return {in_texts(change, key): in_texts(change, item) for key, item in value.items()}
     if isinstance(value, list):
-        return [without_secrets_in(item) for item in value]
-    return without_secrets(value) if isinstance(value, str) else value
+        return [in_texts(change, item) for item in value]
+    return change(value) if isinstance(value, str) else value
 
 
 def masked_tree(value: Any) -> Any:
     """Replace passwords and tokens in nested settings by ***, in keys and in values."""
-    if isinstance(value, Mapping):
-        return {masked_tree(key): masked_tree(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [masked_tree(item) for item in value]
-    return masked(value) if isinstance(value, str) else value
+    return in_texts(masked, value)
 
 
 def reason_of(error: BaseException) -> str:

@@ -210,7 +210,9 @@ def _held_out_of(
     """Return up to `eval_tasks_per_domain` different tasks of a source, and notes."""
     census, count = Census(), config.data.eval_tasks_per_domain
     split = config.data.dataset_test_split
-    rows, notes = _open(config, domain, source, split, census.add, "eval_tasks", is_long)
+    rows, notes = _open(
+        config, domain, source, split, census.add, setting="eval_tasks", is_long=is_long
+    )
     drawn = rows.at(census.drawn(count))
     if len(drawn) == len(rows):
         return drawn, notes
@@ -227,6 +229,7 @@ def _open(
     source: str,
     split: str,
     visit: Callable[[TaskRow], None],
+    *,
     setting: str = "tasks",
     is_long: IsLong | None = None,
 ) -> tuple[Tasks, list[str]]:
