@@ -10,7 +10,7 @@ from pipeline.data.curriculum import tasks_of_source
 from pipeline.data.shares import num_drawn
 from pipeline.data.tasks import Task
 from pipeline.endpoints.language_model import LanguageModel, told_once
-from pipeline.evaluation.agents import AgentRollout, evaluate_agent
+from pipeline.evaluation.agents import agent_rollout, evaluate_agent
 from pipeline.evaluation.error_rates import ErrorRates, stop_on_errors
 from pipeline.evaluation.evaluate import in_words as rates_in_words
 from pipeline.evaluation.start_report import start_report
@@ -21,7 +21,7 @@ from pipeline.rft import examples_of, in_words, kept_of, metrics_of, settings_of
 from pipeline.rollout.trajectory import Trajectory
 from pipeline.run_state import RunState
 from pipeline.sft import fine_tune, sft_examples
-from pipeline.tracking.progress import StageProgress, episodes_shown
+from pipeline.tracking.progress import StageProgress, episodes_of
 
 
 class BeforeGRPO(RunState):
@@ -62,12 +62,12 @@ class BeforeGRPO(RunState):
         with closing(LanguageModel("agent", *arguments, as_written=True)) as model:
             given = config.evaluation.agent_temperature
             temperature = config.rollout.temperature if given is None else given
-            agent = AgentRollout(self.policy.rollout, model, temperature)
+            agent = agent_rollout(self.policy.rollout, model, temperature)
             tasks = [task for tasks in self.parts.held_out.values() for task in tasks]
             count = len(ranks.shard(len(tasks))) * (config.evaluation.eval_trials + 1)
-            shown = episodes_shown(agent, f"agent {name}", count, ranks)
-            with ranks.phase("evaluate", self.state.stage, self.state.step), shown:
-                entry, played = evaluate_agent(agent, tasks, config, ranks)
+            shown = episodes_of(f"agent {name}", count, ranks)
+            with ranks.phase("evaluate", self.state.stage, self.state.step), shown as progress:
+                entry, played = evaluate_agent(agent, tasks, config, ranks, progress)
         self.check_language_models()
         self._logged("")  # forgets the metrics of reward functions
         self._save_transcripts("agent", played)
@@ -160,8 +160,10 @@ class BeforeGRPO(RunState):
         """Return this rank's groups of episodes of `tasks`; `key` names the random numbers."""
         ranks, rollout, size = self.ranks, self.policy.rollout, self.config.rollout.num_generations
         mine = [tasks[index] for index in ranks.shard(len(tasks))]
-        with ranks.phase("sample", name), episodes_shown(rollout, name, len(mine) * size, ranks):
-            return play_groups(rollout, ranks, mine, size, self.config.run.seed, *key)
+        shown = episodes_of(name, len(mine) * size, ranks)
+        seed = self.config.run.seed
+        with ranks.phase("sample", name), shown as progress:
+            return play_groups(rollout, ranks, mine, size, seed, *key, progress=progress)
 
     def play_for_report(self) -> None:
         """Play `start_report_tasks` groups of each domain for the start report."""

@@ -7,7 +7,7 @@ policy of the round before, and the tokens of an example are the sampled tokens 
 
 from collections import Counter
 from collections.abc import Sequence
-from itertools import compress, islice
+from itertools import chain, compress, islice
 from typing import Any, NamedTuple
 
 from pipeline.config.settings import Config
@@ -40,9 +40,10 @@ def kept_of(episodes: Sequence[Trajectory], size: int, threshold: float) -> list
         different: dict[tuple[int, ...], Trajectory] = {}
         for t in episodes[i : i + size]:
             if not t.left_out and succeeded(t.reward, threshold):
-                different.setdefault(tuple(compress(t.completion_ids, t.loss_mask)), t)
+                said = (compress(one.completion_ids, one.loss_mask) for one in t.sequences)
+                different.setdefault(tuple(chain.from_iterable(said)), t)
         for t in islice(different.values(), MOST_PER_TASK):
-            kept.append(Kept(t.domain, t.task_id, t.trial, example_of(t)))
+            kept += [Kept(t.domain, t.task_id, t.trial, example_of(one)) for one in t.sequences]
     return kept
 
 

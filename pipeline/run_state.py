@@ -50,7 +50,7 @@ from pipeline.rollout.sampler import make_sampler
 from pipeline.rollout.trajectory import RunRecord, Trajectory
 from pipeline.tracking.log import RunLog
 from pipeline.tracking.profiling import machine
-from pipeline.tracking.progress import episodes_shown, say_start
+from pipeline.tracking.progress import episodes_of, say_start
 from pipeline.tracking.step_metrics import logged_by_reward_functions
 
 Hook = Callable[["RunState", str, Sequence[Trajectory]], None]
@@ -100,7 +100,7 @@ class RunState:
         self.state.made_of = {**self.state.made_of, **made_of}
         chat, environments = self.parts.chat, self.parts.environments
         self.policy = Policy(model, chat, environments, config, accelerator, ranks, make_sampler)
-        self.policy.rollout.most = self.parts.episodes_at_once
+        self.policy.sampling.most = self.parts.episodes_at_once
         self._logged("")  # tells reward functions the number of steps
         self._taken = set[str]()  # names of `log_metric` that have been warned of
         held_out = self.parts.held_out
@@ -161,10 +161,14 @@ class RunState:
         trials, seed, rollout = settings.eval_trials, self.config.run.seed, self.policy.rollout
         tasks = [task for tasks in self.parts.held_out.values() for task in tasks]
         name, share = f"evaluation after {after}", len(self.ranks.shard(len(tasks)))
-        shown = episodes_shown(rollout, name, share * (trials + 1), self.ranks)
-        with self.ranks.phase("evaluate", self.state.stage, self.state.step), shown:
-            sampled, trajectories = evaluate(rollout, tasks, trials, seed, self.ranks)
-            greedy, _ = evaluate(rollout, tasks, 1, seed, self.ranks, greedy=True)
+        shown = episodes_of(name, share * (trials + 1), self.ranks)
+        with self.ranks.phase("evaluate", self.state.stage, self.state.step), shown as progress:
+            sampled, trajectories = evaluate(
+                rollout, tasks, trials, seed, self.ranks, progress=progress
+            )
+            greedy, _ = evaluate(
+                rollout, tasks, 1, seed, self.ranks, greedy=True, progress=progress
+            )
         is_trained = self.policy.updater is not None
         ends = failed_trials([*sampled, *greedy]) or unscored_trials([*sampled, *greedy])
         if ends and is_trained and not self.checkpointer.is_current:

@@ -32,8 +32,9 @@ from pipeline.grpo.micro_batches import make_micro_batches
 from pipeline.grpo.token_logprobs import TokenLogprobs
 from pipeline.models.tiny import tiny_model, tiny_tokenizer
 from pipeline.models.weights import trained_weights
+from pipeline.rollout.policies import SamplerPolicy
 from pipeline.rollout.rollout import Rollout, RolloutRequest
-from pipeline.rollout.sampler import make_sampler
+from pipeline.rollout.sampler import Sampler, make_sampler
 from pipeline.rollout.trajectory import Trajectory
 from pipeline.sft import IGNORED, encode
 
@@ -57,9 +58,10 @@ def main(argv: Sequence[str] | None = None) -> float:
 
     warm_start(model, chat, domain, tasks, options.warm_start_steps)
     sampler = make_sampler(model, chat, config.rollout, torch.float32, True)
-    rollout = Rollout(sampler, chat, {domain.name: domain.environment}, config.rollout)
+    sampling = SamplerPolicy(sampler, chat, config.rollout)
+    rollout = Rollout(sampling, chat, {domain.name: domain.environment}, config.rollout)
     print(f"after the warm start: success {success(rollout, held_out):.2f}")
-    train(model, rollout, tasks, config, options.steps)
+    train(model, sampler, rollout, tasks, config, options.steps)
     rate = success(rollout, held_out)
     print(f"after {options.steps} steps of GRPO: success {rate:.2f}")
     return rate
@@ -85,7 +87,9 @@ def warm_start(model: Any, chat: Chat, domain: Domain, tasks: list[Task], steps:
         optimizer.zero_grad()
 
 
-def train(model: Any, rollout: Rollout, tasks: list[Task], config: Config, steps: int) -> None:
+def train(
+    model: Any, sampler: Sampler, rollout: Rollout, tasks: list[Task], config: Config, steps: int
+) -> None:
     """Train with GRPO.
 
     Each step samples a group of G episodes per task, computes the advantages of each group from
@@ -108,7 +112,7 @@ def train(model: Any, rollout: Rollout, tasks: list[Task], config: Config, steps
         # Groups with equal rewards have zero advantages, so the update skips these groups.
         is_trained = ~zero_std_groups(rewards, size)
         loss = update(policy, optimizer, episodes, advantages, is_trained, config)
-        rollout.sampler.load_weights(trained_weights(model))
+        sampler.load_weights(trained_weights(model))
         print(
             f"step {step}: reward {rewards.mean():.2f}, "
             f"groups with signal {is_trained.float().mean():.0%}, loss {loss:.4f}"

@@ -26,17 +26,22 @@ def save_transcripts(
 ) -> Path:
     """Write one rank's episodes of a step to a file, and return the path of the file.
 
-    In each JSON line, `ids` and `logprobs` hold one list for each assistant message.
+    In each JSON line, `ids` and `logprobs` hold one list for each assistant message. A message with
+    the role `conversation` stands before each further conversation of an episode.
     """
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"step-{step:06d}.rank-{rank}.jsonl.gz"
     with gzip.open(path, "wt", encoding="utf-8", compresslevel=1) as file:
         for i, trajectory in enumerate(trajectories):
-            turns, record = sampled_turns(trajectory), asdict(trajectory.record())
+            turns = [turn for one in trajectory.sequences for turn in sampled_turns(one)]
+            messages = list(trajectory.messages)
+            for number, one in enumerate(trajectory.further, 2):
+                messages += [{"role": "conversation", "content": str(number)}, *one.messages]
+            record = asdict(trajectory.record())
             rewards = record.pop("rewards")
             line = {
                 **record,
-                "messages": trajectory.messages,
+                "messages": messages,
                 "advantage": None if advantages is None else round(advantages[i], 4),
                 "reward_breakdown": trajectory.reward_breakdown,
                 "difference": trajectory.difference,

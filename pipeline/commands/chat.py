@@ -21,30 +21,51 @@ def main(argv: list[str]) -> int:
         raise UserError(f"--domain: got {shown(name)}; domains of the run: {', '.join(names)}")
     seed = config.run.seed if options.seed is None else options.seed
     with importing():
-        from pipeline.commands.terminal import chat_of, find_task, load_rollout, play, tell
+        from pipeline.commands.terminal import (
+            NO_DEADLINE_S,
+            Terminal,
+            chat_of,
+            find_task,
+            load_rollout,
+            play,
+            tell,
+        )
         from pipeline.customers.service import Customers, served_domains
         from pipeline.endpoints.language_model import LanguageModel
         from pipeline.environments.domains import load_domains
 
     domain = load_domains(config.data)[name]
-    task = find_task(config, domain, options.task, seed, chat_of(checkpoint, domain))
+    terminal = Terminal(options.human, chat_of(checkpoint, domain))
+    task = find_task(config, domain, options.task, seed, terminal.chat)
     how = "greedy" if options.greedy else f"sampled at temperature {config.rollout.temperature:g}"
     of = ", ".join(names)
     tell("model", f"{checkpoint}; {how}, seed {seed}")
     tell("domain", name if options.domain or not names[1:] else f"{name}, the first of {of}")
     tell("task", f"{task.id}{f' ({task.family})' if task.family else ''}")
-    rollout = load_rollout(checkpoint, domain, options.human)
+    welcomes = {}
     if not options.human and served_domains(config.data, {name: domain}, {name: [task]}):
         tell("customer", config.data.customer_name)
         model = LanguageModel("customer", config, checkpoint.run, name="chat")
-        rollout.welcomes = Customers(model, [name]).welcomes
+        welcomes = Customers(model, [name]).welcomes
+    limits = config.rollout
+    if options.human:
+        limits = limits.model_copy(update={"call_timeout": NO_DEADLINE_S, "rollout_timeout": None})
+    rollout = load_rollout(
+        checkpoint,
+        domain,
+        terminal.chat,
+        limits,
+        welcomes=welcomes,
+        reply=terminal.reply,
+        watch=terminal.watch,
+    )
     if config.data.judge_url is not None:
         judge = LanguageModel("judge", config, checkpoint.run, name="chat").ask
         domain.environment.judge = judge
         if rollout.rewards is not None and rollout.rewards.asks_judge:
             rollout.rewards.judge = judge
     try:
-        play(rollout, task, seed, options)
+        play(rollout, terminal, task, seed, options.greedy)
     except (KeyboardInterrupt, EOFError):
         print("\nended before the conversation did")
     return 0

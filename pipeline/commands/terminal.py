@@ -4,7 +4,6 @@ import json
 import shutil
 import sys
 import textwrap
-from argparse import Namespace
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -12,7 +11,7 @@ import torch
 from pydantic import BaseModel
 
 from pipeline.chat.template import Chat
-from pipeline.config.settings import Config, ModelSettings
+from pipeline.config.settings import Config, ModelSettings, RolloutSettings
 from pipeline.data.rng import generator, stream_key
 from pipeline.data.tasks import Message, Task
 from pipeline.environments.customers import reply_of
@@ -26,6 +25,7 @@ from pipeline.models.loading import load_folder, load_tokenizer, on_gpu, uses_bf
 from pipeline.models.rotary import fix_rotary
 from pipeline.preflight.prepare import long_prompts, needs_of
 from pipeline.preflight.tasks import task_sets
+from pipeline.rollout.policies import SamplerPolicy
 from pipeline.rollout.rewards import load_reward_functions
 from pipeline.rollout.rollout import Rollout, RolloutRequest
 from pipeline.rollout.sampler import make_sampler
@@ -69,32 +69,32 @@ def _settings(checkpoint: RunCheckpoint) -> ModelSettings:
     return checkpoint.config.model.model_copy(update={"model": str(checkpoint.path)})
 
 
-def load_rollout(checkpoint: RunCheckpoint, domain: Domain, human: bool) -> Rollout:
+def load_rollout(
+    checkpoint: RunCheckpoint, domain: Domain, chat: Chat, limits: RolloutSettings, **hooks: Any
+) -> Rollout:
     """Return the run's rollout with a checkpoint's weights, on the GPU if there is one.
 
-    With `human`, no call has a deadline. Raises UserError for files that cannot be loaded.
+    `hooks` are further arguments of Rollout. Raises UserError for files that cannot be loaded.
     """
-    config, limits = checkpoint.config, checkpoint.config.rollout
-    settings, chat = _settings(checkpoint), chat_of(checkpoint, domain)
+    config = checkpoint.config
+    settings = _settings(checkpoint)
     model = load_folder(checkpoint.path, settings)
     fix_rotary(model, limits.max_tokens)
     dtype = torch.bfloat16 if uses_bf16(settings) else torch.float32
     sampler = make_sampler(model.to("cuda" if on_gpu() else "cpu"), chat, limits, dtype, True)
-    if human:
-        limits = limits.model_copy(update={"call_timeout": NO_DEADLINE_S, "rollout_timeout": None})
     rewards = load_reward_functions(config)
-    return Rollout(sampler, chat, {domain.name: domain.environment}, limits, rewards=rewards)
+    policy = SamplerPolicy(sampler, chat, limits)
+    environments = {domain.name: domain.environment}
+    return Rollout(policy, chat, environments, limits, rewards=rewards, **hooks)
 
 
-def play(rollout: Rollout, task: Task, seed: int, options: Namespace) -> Trajectory:
+def play(rollout: Rollout, customer: "Terminal", task: Task, seed: int, greedy: bool) -> Trajectory:
     """Play an episode of a task, print the conversation and the outcome, return the episode.
 
     The random numbers are those of the task's first trial in an evaluation with this seed.
     """
-    customer = Terminal(options.human, rollout.chat)
-    rollout.on_messages, rollout.reply = customer.watch, customer.reply
     key = stream_key(seed, "evaluation", *task.key, 0)
-    (trajectory,) = rollout([RolloutRequest(task=task, trial=0, key=key)], greedy=options.greedy)
+    (trajectory,) = rollout([RolloutRequest(task=task, trial=0, key=key)], greedy)
     print()
     limits, reason = rollout.limits, trajectory.stop_reason
     why = {
@@ -115,7 +115,7 @@ def play(rollout: Rollout, task: Task, seed: int, options: Namespace) -> Traject
         tell("changed", changes or "nothing")
     parts = trajectory.rewards or trajectory.reward_breakdown
     told = ", ".join(f"{name} {value:g}" for name, value in parts.items() if value is not None)
-    goal = " for the task's own goal" if options.human else ""
+    goal = " for the task's own goal" if customer.is_human else ""
     tell("reward", f"{trajectory.reward:g}{goal}{f' ({told})' if told else ''}")
     wrong = trajectory.difference.items()
     tell("expected", [f"{name}: {right}, found {found}" for name, (found, right) in wrong])

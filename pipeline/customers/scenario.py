@@ -7,8 +7,8 @@ from typing import Any
 
 from pipeline.data.tasks import Task
 
-# Gives an environment its customer: (environment, task, key, text of `reset`) -> new text.
-Welcome = Callable[[Any, Task, int, str], Coroutine[Any, Any, str]]
+# Gives an environment its customer: (environment, task, key, request) -> new request.
+Welcome = Callable[[Any, Task, int, str], Coroutine[Any, Any, str] | str]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -90,21 +90,24 @@ class Customers:
     def __init__(self, model: LanguageModel, domains: Iterable[str]) -> None:
         self.model, self.welcomes = model, dict.fromkeys(domains, self.welcome)
 
-    async def welcome(self, environment: Any, task: Task, key: int, addition: str) -> str:
-        """Give an episode its customer; return the customer's first words, or `addition`.
+    async def welcome(self, environment: Any, task: Task, key: int, request: str) -> str:
+        """Give an episode its customer; return the request, with the customer's first words.
 
-        `key` is the episode's key, from which the seed of the calls comes. `addition` is the text
-        of the environment's `reset`. A task without a scenario keeps the environment's own user.
+        `key` is the episode's key, from which the seed of the calls comes. `request` is the task's
+        text and that of the environment's `reset`. A task without a scenario keeps the
+        environment's own user.
         """
         scenario = getattr(environment, SCENARIO, None)
         if scenario is None:
             if not (text := _scenario_text(task)):
-                return addition
-            scenario = scenario_of(text, task.prompt[-1]["content"] + addition)
+                return request
+            scenario = scenario_of(text, request)
         customer = LlmCustomer(scenario, partial(self.model.ask, seed=key % 2**31))
         environment.user = customer
         words = await customer.first_words()
-        return addition if scenario.first_words else words
+        if scenario.first_words:
+            return request
+        return str(task.prompt[-1]["content"]) + words
 
 
 def end_of_run(models: Sequence[LanguageModel], ranks: Ranks) -> str:

@@ -19,7 +19,7 @@ from pydantic import BaseModel, Field, TypeAdapter
 
 from pipeline.environments.customers import User
 from pipeline.environments.experts import Agent, Expert
-from pipeline.environments.tools import ToolError, run_steps, started
+from pipeline.environments.tools import ToolError, run_here, started
 
 
 class Case(BaseModel):
@@ -187,7 +187,7 @@ class CaseEnvironment:
         if key not in _STEPS:
             if len(_STEPS) >= MAX_STEPS:
                 _STEPS.clear()
-            environment = run_steps(started(type(self), self._row)).environment
+            environment = run_here(started, type(self), self._row).environment
             self._expert(Agent(environment, Random(0)), self._goal)
             _STEPS[key] = tuple(environment._steps)
         return _STEPS[key]

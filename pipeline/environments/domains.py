@@ -27,6 +27,7 @@ from pipeline.config.settings import DataSettings
 from pipeline.data.rows import row_problem
 from pipeline.data.shares import TINY
 from pipeline.data.tasks import Message, Task
+from pipeline.environments.calls import guarded
 from pipeline.environments.discovery import (
     MAX_ITEMS,
     raw_call,
@@ -37,8 +38,8 @@ from pipeline.environments.discovery import (
 )
 from pipeline.environments.experts import Expert, run_expert
 from pipeline.environments.faults import describe, only_faults
+from pipeline.environments.own_loops import environment_of
 from pipeline.environments.random_state import RandomState
-from pipeline.environments.timeouts import guarded
 from pipeline.environments.tools import writable
 from pipeline.errors import UserError
 from pipeline.files.imports import user_module
@@ -187,8 +188,11 @@ def _renamed(domain: Domain, name: str) -> Domain:
 def _class_of(where: str, factory: Any, arguments: dict[str, Any]) -> type[Any]:
     """Return a class whose call without arguments makes an environment as `factory` does.
 
-    A function must return environments of one class, of which `_class_of` makes one.
+    A function must return environments of one class, of which `_class_of` makes one. A coroutine
+    function is a loop of the user's, which plays the episodes itself.
     """
+    if inspect.iscoroutinefunction(factory):
+        return environment_of(partial(factory, **arguments) if arguments else factory)
     if isinstance(factory, type):
         if not arguments:
             return factory

@@ -8,6 +8,7 @@ of experts.
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from random import Random
 from typing import Any
 
@@ -19,7 +20,7 @@ from pipeline.environments.tools import (
     is_done,
     reset_arguments,
     reward_of,
-    run_steps,
+    run_here,
     settled,
 )
 from pipeline.files.untrusted import is_plain
@@ -56,7 +57,7 @@ class Agent:
         """Call a tool and return the tool's result, parsed if the result is JSON."""
         self.messages.append(call_message(tool, arguments, self.thought))
         self.thought = ""
-        result, _, raised, _ = run_steps(answer_call(self.environment, tool, arguments))
+        result, _, raised, _ = run_here(answer_call, self.environment, tool, arguments)
         self.raised += [f"{tool} raised {raised}"] if raised else []
         self.messages.append({"role": "tool", "name": tool, "content": result})
         try:
@@ -67,7 +68,7 @@ class Agent:
     def ask(self, question: str) -> str:
         """Ask the user a question and return the user's answer."""
         self.messages.append({"role": "assistant", "content": question})
-        answer = run_steps(reply_of(self.environment, question))
+        answer: str | None = run_here(reply_of, self.environment, question)
         if answer is None:
             raise ValueError(f"nobody answers {question!r}")
         self.messages.append({"role": "user", "content": answer})
@@ -111,8 +112,8 @@ def run_expert(
     if goal is None:
         raise ValueError("its payload has no goal")
     prompt = [dict(message) for message in task.prompt]
-    if addition := settled(environment.reset(**reset_arguments(environment.reset, task.row()))):
-        prompt[-1]["content"] += addition
+    given = reset_arguments(environment.reset, task.row())
+    prompt[-1]["content"] += settled(environment.reset(**given)) or ""
     agent = Agent(environment, generator(seed, "expert", *task.key), rule_share)
     agent.raised = agent.raised if raised is None else raised
     final = expert(agent, goal)
@@ -122,4 +123,5 @@ def run_expert(
     messages = [*prompt, *agent.messages]
     if not is_plain(agent.messages):
         raise ValueError("it wrote what JSON cannot hold, such as half of a surrogate pair")
-    return messages, run_steps(reward_of(environment, messages=messages))
+    reward: float = run_here(partial(reward_of, environment, messages=messages))
+    return messages, reward

@@ -30,17 +30,16 @@ from typing import Any, NamedTuple
 from pydantic import BaseModel, ValidationError
 
 from pipeline.data.tasks import Message
+from pipeline.environments.calls import awaited
+from pipeline.environments.calls import run_here as run_here
+from pipeline.environments.calls import settled as settled
 from pipeline.environments.discovery import arguments_of, once_a_class, place_of
 from pipeline.environments.discovery import raw_call as raw_call
 from pipeline.environments.discovery import tool_methods as tool_methods
 from pipeline.environments.discovery import tool_schemas as tool_schemas
-from pipeline.environments.event_loop import Steps
 from pipeline.environments.faults import MAX_CHARACTERS, describe, is_outage, only_faults, text_of
 from pipeline.environments.faults import EnvironmentFault as EnvironmentFault
 from pipeline.environments.faults import Outage as Outage
-from pipeline.environments.timeouts import awaited
-from pipeline.environments.timeouts import run_steps as run_steps
-from pipeline.environments.timeouts import settled as settled
 
 MAX_DIFFERENCES = 20  # largest number of entries of `difference` or `reward_breakdown`
 MAX_SHOWN = 200  # largest number of characters of a name or value in `difference`
@@ -65,18 +64,19 @@ def call_tool(environment: Any, name: str, arguments: dict[str, Any]) -> str:
     The text is {"error": ...} for an unknown tool, a wrong argument, or an exception of the tool.
     If a tool raises an Outage, `call_tool` raises the Outage, too.
     """
-    return run_steps(answer_call(environment, name, arguments)).content
+    answer: ToolAnswer = run_here(answer_call, environment, name, arguments)
+    return answer.content
 
 
-def answer_call(environment: Any, name: str, arguments: dict[str, Any]) -> Steps[ToolAnswer]:
-    """Return Steps that call a tool as `call_tool` does; the Steps' result is a ToolAnswer."""
+async def answer_call(environment: Any, name: str, arguments: dict[str, Any]) -> ToolAnswer:
+    """Call a tool as `call_tool` does."""
     is_error, raised = False, ""
     try:
         if raw := raw_call(type(environment)):
-            text, failed = yield from awaited(raw(environment, name, arguments))
+            text, failed = await awaited(raw(environment, name, arguments))
             content, is_error = writable(result_text(text, name, raw)), bool(failed)
         else:
-            content = yield from _call(environment, name, arguments)
+            content = await _call(environment, name, arguments)
     except ToolError as error:
         text = writable(str(error)[:MAX_CHARACTERS])
         is_error, content = True, error_result(text or type(error).__name__)
@@ -94,7 +94,7 @@ def is_done(environment: Any) -> bool:
     return bool(done) and not callable(done)
 
 
-def _call(environment: Any, name: str, arguments: dict[str, Any]) -> Steps[str]:
+async def _call(environment: Any, name: str, arguments: dict[str, Any]) -> str:
     tools = tool_methods(type(environment))
     if name not in tools:
         raise ToolError(f"unknown tool {name}")
@@ -110,7 +110,7 @@ def _call(environment: Any, name: str, arguments: dict[str, Any]) -> Steps[str]:
             checked[key] = validators[key].validate_python(arguments[key])
         except ValidationError as error:
             raise ToolError(f"wrong arguments: {key}: {error.errors()[0]['msg']}") from None
-    result = yield from awaited(tools[name](environment, **checked))
+    result = await awaited(tools[name](environment, **checked))
     return writable(result_text(result, name, tools[name]))
 
 
@@ -186,9 +186,10 @@ class Started(NamedTuple):
     in_background: bool  # True if the environment's calls run in the background
 
 
-def started(environment_class: type[Any], row: Mapping[str, Any]) -> Steps[Started]:
+async def started(environment_class: type[Any], row: Mapping[str, Any]) -> Started:
+    """Make an environment and reset it."""
     environment = environment_class()
-    addition = yield from awaited(environment.reset(**reset_arguments(environment.reset, row)))
+    addition = await awaited(environment.reset(**reset_arguments(environment.reset, row)))
     if addition is not None and not isinstance(addition, str):
         raise TypeError(f"reset returned {type(addition).__name__}, not text or None")
     return Started(environment, writable(addition or ""), may_wait(environment_class, environment))
@@ -220,9 +221,9 @@ def method_of(environment: Any, *path: str) -> Any:
     return environment
 
 
-def reward_of(
+async def reward_of(
     environment: Any, stop_reason: str = "completed", messages: Sequence[Message] = ()
-) -> Steps[float]:
+) -> float:
     """Return the reward of a conversation, or 0 if the environment has no `get_reward`.
 
     Raises ValueError for NaN and for absolute values above MAX_REWARD.
@@ -232,7 +233,7 @@ def reward_of(
         environment.messages = deepcopy(list(messages))
     if not hasattr(environment, "get_reward"):
         return 0.0
-    value = yield from awaited(environment.get_reward())
+    value = await awaited(environment.get_reward())
     reward = as_number(value, "get_reward")
     if not abs(reward) <= MAX_REWARD:  # the condition is also True for NaN
         raise ValueError(f"get_reward returned {reward:g}, not a number up to {MAX_REWARD:g}")
@@ -247,11 +248,11 @@ def as_number(value: Any, function: str) -> float:
     return float(value)
 
 
-def outcome_of(
+async def outcome_of(
     environment: Any, stop_reason: str = "completed", messages: Sequence[Message] = ()
-) -> Steps[tuple[float, dict[str, float], dict[str, list[str]]]]:
+) -> tuple[float, dict[str, float], dict[str, list[str]]]:
     """Return the reward, and the environment's `reward_breakdown` and `difference`."""
-    reward = yield from reward_of(environment, stop_reason, messages)
+    reward = await reward_of(environment, stop_reason, messages)
     parts = _explanation(getattr(environment, "reward_breakdown", None))
     return reward, parts, _explanation(getattr(environment, "difference", None))
 

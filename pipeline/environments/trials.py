@@ -8,12 +8,20 @@ from typing import Any
 import numpy as np
 
 from pipeline.data.tasks import Message, Task
+from pipeline.environments.calls import guarded
 from pipeline.environments.domains import Domain
 from pipeline.environments.experts import goal_of
 from pipeline.environments.faults import EnvironmentFault
+from pipeline.environments.own_loops import own_loop_of
 from pipeline.environments.random_state import RandomState
-from pipeline.environments.timeouts import guarded
-from pipeline.environments.tools import Started, may_wait, reward_of, started, uses_random_state
+from pipeline.environments.tools import (
+    Started,
+    may_wait,
+    reward_of,
+    run_here,
+    started,
+    uses_random_state,
+)
 from pipeline.errors import UserError
 from pipeline.files.untrusted import one_line, shown
 
@@ -36,6 +44,8 @@ def try_task(
     episode must have a request. With a `success`, the domain's expert must also reach this reward
     if the task has a goal.
     """
+    if own_loop_of(domain.environment) is not None:
+        return ""  # a loop cannot be tried without a model
     where, made = f"{source}: task {shown(task.id)}", list[Started]()
     is_solvable = success is not None and domain.expert is not None and goal_of(task) is not None
     kind = domain.environment
@@ -43,7 +53,7 @@ def try_task(
     try:
         for trial in range(2):
             with RandomState(task, *([] if is_keyed else [trial])):
-                made.append(guarded("reset", seconds, partial(started, kind, task.row())))
+                made.append(guarded("reset", seconds, partial(run_here, started, kind, task.row())))
         if why := _solved(domain, task, seconds, success or 0.0)[1] if is_solvable else "":
             raise UserError(
                 f"{where}: the actions that serve its goal do not lead to what it expects ({why}); "
@@ -52,7 +62,7 @@ def try_task(
         difference = _difference(*made)  # `get_reward` may change the first
         with RandomState(task):
             score = partial(reward_of, made[0].environment, messages=task.prompt)
-            guarded("get_reward", seconds, score)
+            guarded("get_reward", seconds, partial(run_here, score))
     except EnvironmentFault as fault:
         failed = f"{fault.call} failed on task {shown(task.id)}: {one_line(str(fault))}"
         hint = remedy or "mend the environment or the task"

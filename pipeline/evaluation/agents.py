@@ -5,8 +5,8 @@ messages come from the endpoint.
 """
 
 import json
-from collections import deque
 from collections.abc import Sequence
+from copy import copy
 from functools import partial
 from typing import Any
 
@@ -16,97 +16,71 @@ from pipeline.data.tasks import Message, Task
 from pipeline.distributed.ranks import Ranks
 from pipeline.endpoints.language_model import LanguageModel, Unanswered
 from pipeline.environments.faults import EnvironmentFault
-from pipeline.environments.timeouts import Guard
-from pipeline.environments.tools import tool_schemas
 from pipeline.evaluation.error_rates import commonest, errors_of
 from pipeline.evaluation.evaluate import ATTEMPTS, evaluate, failed_trials, success, unscored_trials
 from pipeline.files.untrusted import parse_json
-from pipeline.rollout.rollout import Rollout
-from pipeline.rollout.trajectory import RunRecord, StopReason, Trajectory
+from pipeline.rollout.policies import Conversation, Said
+from pipeline.rollout.rollout import Progress, Rollout
+from pipeline.rollout.trajectory import RunRecord, Trajectory
 
-Episode = Any  # an episode of a Rollout; its `handle` is the call for the next message
 
+class EndpointPolicy:
+    """A policy for which a language model behind an endpoint writes the messages.
 
-class AgentRollout(Rollout):
-    """A copy of a Rollout for which a language model behind an endpoint writes the messages.
-
-    The limits of turns and calls are the same. `max_tokens_per_turn` is sent to the endpoint. The
-    length of tool results is counted with the tokenizer of `rollout`; `max_tokens` does not apply.
-    A greedy rollout asks for temperature 0. The trajectories have no token ids.
+    `max_tokens_per_turn` is sent to the endpoint; `max_tokens` does not apply. A greedy rollout
+    asks for temperature 0. The trajectories have no token ids.
     """
 
+    num_waiting = 0  # no message is written together with others
+
     def __init__(self, rollout: Rollout, model: LanguageModel, temperature: float) -> None:
-        super().__init__(
-            rollout.sampler,
-            rollout.chat,
-            rollout.environments,
-            rollout.limits,
-            rewards=rollout.rewards,
-            on_progress=rollout.on_progress,
-            faults=rollout.faults,
-        )
-        self.welcomes, self.model, self.temperature = rollout.welcomes, model, temperature
-        self._options: dict[str, Any] = {"max_tokens": rollout.limits.max_tokens_per_turn}
-        self._away: list[Episode] = []  # episodes whose environment works
-        self._answers: dict[Episode, Message] = {}
+        self.model = model
+        self.temperature = temperature
+        self.most = rollout.policy.most
+        self._calls = rollout.calls
+        self._faults = rollout.faults
+        self._max_tokens = rollout.limits.max_tokens_per_turn
 
-    def _run(self, waiting: deque[Episode], greedy: bool) -> None:
-        self._options["temperature"] = 0.0 if greedy else self.temperature
-        super()._run(waiting, greedy)
-
-    def _go_on(self, away: list[Episode], may_wait: bool) -> list[Episode]:
-        self._away = away
-        return super()._go_on(away, may_wait)
-
-    def _prompted(self, episodes: Sequence[Episode]) -> list[Episode]:
-        for episode in episodes:
-            self.on_messages(episode.environment, episode.trajectory.messages)
-            self._extend(episode)
-        return [*episodes]
-
-    def _extend(self, episode: Episode) -> None:
-        """Ask for the next message of an episode, in the background."""
-        work = partial(self._ask, episode)
-        episode.handle = self._calls.beside(episode.request.task.key, work, self._until)
-
-    async def _ask(self, episode: Episode, guard: Guard) -> None:
-        messages = as_sent(episode.trajectory.messages)
-        schemas = tool_schemas(self.environments[episode.trajectory.domain])
-
-        async def answer() -> Message:
-            seed = episode.request.key % 2**31
-            try:
-                return await self.model.ask(messages, schemas, seed, **self._options)
-            except Unanswered as refusal:  # the conversation is too long for the language model
-                return {"content": "", "is_cut": True, "why": str(refusal)}
-
-        self._answers[episode] = await guard("agent", answer, answer)
-
-    def _sample(self, live: list[Episode], greedy: bool) -> list[Episode]:
-        """Wait for a message or an environment; take the messages that have come."""
-        works = [episode.work for episode in self._away if episode.work is not None]
-        self._calls.wait([*(episode.handle for episode in live), *works])
-        complete = dict.fromkeys(e for e in live if e.handle.future.done())
-        live[:] = [episode for episode in live if episode not in complete]
-        for episode in complete:
-            self._take_answer(episode)
-        return [*complete]
-
-    def _take_answer(self, episode: Episode) -> None:
-        trajectory, episode.replies = episode.trajectory, []
+    async def message(self, conversation: Conversation) -> Said:
+        trajectory = conversation.trajectory
+        key = trajectory.domain, trajectory.task_id
+        ask = partial(self._ask, conversation)
         try:
-            episode.handle()
+            answer = await self._calls.beside(key, "agent", ask, is_async=True)
         except EnvironmentFault as fault:
-            trajectory.error, trajectory.left_out = str(fault), "outage"
-            episode.end(StopReason.ENVIRONMENT_ERROR)
-            return
-        answer = self._answers.pop(episode)
-        if why := answer.get("why", ""):
-            self.faults.add(trajectory.domain, trajectory.task_id, "agent", why)
-        self._take(episode, parsed_of(answer), not answer.get("is_cut"), why)
+            fault.outage = True  # the model that is trained has no part in it
+            raise
+        why = answer.get("why", "")
+        if why:
+            self._faults.add(*key, "agent", why)
+        finished = not answer.get("is_cut")
+        return conversation.add(Said(parsed=parsed_of(answer), finished=finished, stopped_by=why))
 
-    def _close(self, episode: Episode) -> None:
-        episode.handle = None
+    async def _ask(self, conversation: Conversation) -> Message:
+        try:
+            return await self.model.ask(
+                as_sent(conversation.trajectory.messages),
+                conversation.schemas,
+                conversation.key % 2**31,
+                max_tokens=self._max_tokens,
+                temperature=0.0 if conversation.greedy else self.temperature,
+            )
+        except Unanswered as refusal:  # the conversation is too long for the language model
+            return {"content": "", "is_cut": True, "why": str(refusal)}
+
+    def step(self) -> None:
+        raise AssertionError("no conversation waits for a step")
+
+    def close(self, conversation: Conversation) -> None:
+        """End a conversation, of which an endpoint keeps nothing."""
+
+
+def agent_rollout(rollout: Rollout, model: LanguageModel, temperature: float) -> Rollout:
+    """Return a copy of a rollout for which a language model behind an endpoint is the policy."""
+    agent = copy(rollout)
+    agent.deterministic = False
+    agent.policy = EndpointPolicy(rollout, model, temperature)
+    return agent
 
 
 def parsed_of(answer: Message) -> Parsed:
@@ -152,19 +126,26 @@ def as_sent(messages: Sequence[Message]) -> list[Message]:
 
 
 def evaluate_agent(
-    agent: AgentRollout, tasks: Sequence[Task], config: Config, ranks: Ranks
+    agent: Rollout,
+    tasks: Sequence[Task],
+    config: Config,
+    ranks: Ranks,
+    progress: Progress | None = None,
 ) -> tuple[dict[str, Any], list[Trajectory]]:
     """Return an agent's entry in `results.json`, and this rank's sampled episodes.
 
     The entry has `success`, as an evaluation has, or else `failed`: one line that says why trials
     have failed ATTEMPTS times. All ranks return the same entry.
     """
-    num_trials, seed = config.evaluation.eval_trials, config.run.seed
-    records, played = evaluate(agent, tasks, num_trials, seed, ranks)
+    policy = agent.policy
+    assert isinstance(policy, EndpointPolicy)
+    num_trials = config.evaluation.eval_trials
+    seed = config.run.seed
+    records, played = evaluate(agent, tasks, num_trials, seed, ranks, progress=progress)
     greedy = list[RunRecord]()
     if not failed_trials(records):
-        greedy, _ = evaluate(agent, tasks, 1, seed, ranks, greedy=True)
-    ended = next(filter(None, ranks.all_gather_objects(agent.model.ended, "agent")), "")
+        greedy, _ = evaluate(agent, tasks, 1, seed, ranks, greedy=True, progress=progress)
+    ended = next(filter(None, ranks.all_gather_objects(policy.model.ended, "agent")), "")
     trials = [*records, *greedy]
     if failed := failed_trials(trials):
         count = f"{len(failed)} of {len(trials)} trials failed {ATTEMPTS} times"
@@ -172,4 +153,4 @@ def evaluate_agent(
     if unscored := unscored_trials(trials):
         return {"failed": f"{len(unscored)} of {len(trials)} trials have no reward"}, played
     found = success(records, greedy, num_trials, config.evaluation.success_threshold)
-    return {"temperature": agent.temperature, "success": found}, played
+    return {"temperature": policy.temperature, "success": found}, played

@@ -10,11 +10,11 @@ from typing import Any, TypeAlias
 
 from pipeline.config.settings import RolloutSettings
 from pipeline.data.tasks import Task
+from pipeline.environments.calls import Calls
 from pipeline.environments.discovery import taken, taken_pairs
 from pipeline.environments.domains import Call, Domain, refused
 from pipeline.environments.experts import call_message
 from pipeline.environments.random_state import RandomState
-from pipeline.environments.timeouts import Calls, Guard
 from pipeline.environments.tools import (
     EnvironmentFault,
     ToolAnswer,
@@ -48,7 +48,7 @@ def baselines(
     episode earns 0 if its environment fails or a call takes more than `call_timeout` seconds.
     Raises UserError if a domain's policies are no lists of calls.
     """
-    calls = Calls(call_timeout, lambda _: None)
+    calls = Calls(call_timeout)
     return {name: _of_domain(calls, domains[name], tasks[name]) for name in tasks}
 
 
@@ -133,29 +133,24 @@ def _alone(schemas: Schemas, fixed: Mapping[str, Any], task: Task) -> Play:
 
 
 def _reward(calls: Calls, environment_class: type[Any], policy: Play, task: Task) -> float:
-    rewards = [0.0]
-
-    async def play(guard: Guard) -> None:
-        begin = partial(started, environment_class, task.row())
-        environment, addition, _ = await guard("reset", begin)
+    is_used = uses_random_state(environment_class)
+    call = partial(calls.here, task.key)
+    with suppress(EnvironmentFault), RandomState(task) if is_used else nullcontext():
+        environment, addition, _ = call("reset", partial(started, environment_class, task.row()))
         *rules, request = task.prompt
         messages = [*rules, {**request, "content": request["content"] + addition}]
-        call = next(policy, None)
-        while call is not None:
-            name, arguments = call
+        made = next(policy, None)
+        while made is not None:
+            name, arguments = made
             messages.append(call_message(name, arguments))
-            answer = await guard(name, partial(answer_call, environment, name, arguments))
+            answer = call(name, partial(answer_call, environment, name, arguments))
             messages.append({"role": "tool", "name": name, "content": answer.content})
             try:
-                call = policy.send(answer)
+                made = policy.send(answer)
             except StopIteration:
-                call = None
+                made = None
         messages.append({"role": "assistant", "content": "Done."})
-        await guard("final message", partial(setattr, environment, "final_message", "Done."))
-        score = partial(reward_of, environment, messages=messages)
-        rewards.append(await guard("get_reward", score))
-
-    is_used = uses_random_state(environment_class)
-    with suppress(EnvironmentFault), RandomState(task) if is_used else nullcontext():
-        calls.here(task.key, play)
-    return rewards[-1]
+        call("final message", partial(setattr, environment, "final_message", "Done."))
+        reward: float = call("get_reward", partial(reward_of, environment, messages=messages))
+        return reward
+    return 0.0

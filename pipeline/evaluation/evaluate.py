@@ -13,7 +13,7 @@ from pipeline.distributed.ranks import Ranks
 from pipeline.errors import RunError, UserError
 from pipeline.evaluation.error_rates import commonest, errors_of
 from pipeline.evaluation.transfer_metrics import is_graded, pass_hat_k, succeeded
-from pipeline.rollout.rollout import Rollout, RolloutRequest
+from pipeline.rollout.rollout import Progress, Rollout, RolloutRequest
 from pipeline.rollout.trajectory import RunRecord, StopReason, Trajectory
 
 Success = dict[str, Any]  # success rates of a domain, family or branch in `results.json`
@@ -29,6 +29,7 @@ def evaluate(
     seed: int,
     ranks: Ranks,
     greedy: bool = False,
+    progress: Progress | None = None,
 ) -> tuple[list[RunRecord], list[Trajectory]]:
     """Run `num_trials` episodes of each task; every rank runs a share of the tasks.
 
@@ -43,7 +44,7 @@ def evaluate(
         for task in (tasks[index] for index in ranks.shard(len(tasks)))
         for k in range(num_trials)
     ]
-    trajectories = rollout(requests, greedy=greedy)
+    trajectories = rollout(requests, greedy, progress)
     for attempt in range(1, ATTEMPTS + 1):
         ranks.agree("end of evaluation")
         mine = [t.record() for t in trajectories]
@@ -51,7 +52,7 @@ def evaluate(
         if attempt == ATTEMPTS or all(map(_is_ungraded, failed_trials(records))):
             break
         failed = [i for i, r in enumerate(mine) if failed_trials([r]) and not _is_ungraded(r)]
-        again = rollout([requests[i] for i in failed], greedy=greedy)
+        again = rollout([requests[i] for i in failed], greedy, progress)
         for i, trajectory in zip(failed, again, strict=True):
             trajectories[i] = trajectory
     by_trial = {(r.domain, r.task_id, r.trial): r for r in records}

@@ -19,7 +19,7 @@ from pipeline.data.rng import permutation, stream_key
 from pipeline.data.tasks import Source, Task
 from pipeline.distributed.ranks import Ranks
 from pipeline.grpo.algorithm import group_advantages, in_baseline, zero_std_groups
-from pipeline.rollout.rollout import Rollout, RolloutRequest
+from pipeline.rollout.rollout import Progress, Rollout, RolloutRequest
 from pipeline.rollout.trajectory import StopReason, Trajectory
 
 
@@ -94,7 +94,12 @@ def collect_rollouts(
 
 
 def play_groups(
-    rollout: Rollout, ranks: Ranks, tasks: Sequence[Task], size: int, *stream: int | str
+    rollout: Rollout,
+    ranks: Ranks,
+    tasks: Sequence[Task],
+    size: int,
+    *stream: int | str,
+    progress: Progress | None = None,
 ) -> list[Trajectory]:
     """Return `size` episodes of each of this rank's `tasks`, task by task.
 
@@ -106,7 +111,7 @@ def play_groups(
         for task in tasks
         for k in range(size)
     ]
-    trajectories = no_gain_by_failing(rollout(requests), size)
+    trajectories = no_gain_by_failing(rollout(requests, progress=progress), size)
     ranks.agree("end of rollouts")
     return trajectories
 

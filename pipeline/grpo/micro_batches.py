@@ -212,5 +212,6 @@ def rearranged(items: Sequence[Item], plan: Sequence[Sequence[int]], ranks: Rank
 def packed(items: Sequence[Item]) -> bytes:
     """Return the items as bytes for another rank; fields that only reports use are emptied."""
     unused: dict[str, Any] = {"messages": [], "tools": {}, "reward_breakdown": {}, "difference": {}}
+    unused["further"] = []  # which are items of their own
     rows = [(replace(trajectory, **unused), *numbers) for trajectory, *numbers in items]
     return pickle.dumps(rows) if rows else b""

@@ -29,6 +29,7 @@ from pipeline.models.capabilities import recompute_layers, refuse_mixed_up_seque
 from pipeline.models.loading import dtype_of
 from pipeline.models.rotary import fix_rotary
 from pipeline.models.weights import has_adapters, trained_weights
+from pipeline.rollout.policies import SamplerPolicy
 from pipeline.rollout.rewards import load_reward_functions
 from pipeline.rollout.rollout import Rollout
 from pipeline.rollout.sampler import Sampler
@@ -105,12 +106,19 @@ class Policy:
         self.updater: Updater | None = None
         self._module: TokenLogprobs | None = None  # of the probe
         self.model, self._make_sampler = self._placed(model), make_sampler
-        sampler, deterministic = self._sampler(chat, ranks.is_main), config.run.deterministic
-        arguments = sampler, chat, environments, config.rollout, deterministic
-        progress, faults = ranks.progress, FaultLog(lambda: str(ranks.current), ranks.is_first)
-        rewards = load_reward_functions(config, progress)
         self._probe = Probe(chat, dtype_of(config.model))
-        self.rollout = Rollout(*arguments, rewards=rewards, on_progress=progress, faults=faults)
+        rewards = load_reward_functions(config, ranks.progress)
+        self.sampling = SamplerPolicy(self._sampler(chat, ranks.is_main), chat, config.rollout)
+        self.rollout = Rollout(
+            self.sampling,
+            chat,
+            environments,
+            config.rollout,
+            config.run.deterministic,
+            rewards=rewards,
+            on_progress=ranks.progress,
+            faults=FaultLog(lambda: str(ranks.current), ranks.is_first),
+        )
 
     def _placed(self, model: Any) -> Any:
         fix_rotary(model, self._config.rollout.max_tokens)
@@ -124,22 +132,22 @@ class Policy:
         """Add LoRA adapters, those of the checkpoint `folder` if it has any; renew the sampler."""
         config, chat = self._config, self.rollout.chat
         base = base_of_adapters(self.model, config.model, checkpointer)
-        vars(self.rollout).pop("sampler", None)  # frees its memory
+        vars(self.sampling).pop("sampler", None)  # frees its memory
         arguments = config.model, base, config.run.seed, dtype_of(config.model)
         self.model = lora.attach(self.model, *arguments).to(self.accelerator.device)
         set_weights(self.model, config, chat.tokenizer, folder)
-        self.rollout.sampler = self._sampler(chat, is_main=False)
+        self.sampling.sampler = self._sampler(chat, is_main=False)
 
     def give_weights(self) -> None:
         """Give the sampler the model's weights; raises RunError if it then has other weights."""
-        self.rollout.sampler.load_weights(trained_weights(self.model))
+        self.sampling.sampler.load_weights(trained_weights(self.model))
         limits = self._config.rollout
         if self._module is None or self._module.model is not self.model:
             # The updater's module computes under autocast only.
             module = TokenLogprobs(self.model, limits.temperature, max_tokens=limits.max_tokens)
             self._module = module.eval()
         when = str(self._ranks.current)
-        self._probe.check(self.rollout.sampler, self._module, self.accelerator, when)
+        self._probe.check(self.sampling.sampler, self._module, self.accelerator, when)
 
     def make_updater(
         self, checkpointer: Checkpointer, saved: Mapping[str, Any], stages: Sequence[Stage]

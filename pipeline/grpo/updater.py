@@ -147,12 +147,20 @@ class Updater:
         episode does not fit into the rank's memory.
         """
         kept = [True] * len(trajectories) if kept is None else kept
-        lengths = [t.num_sampled_tokens * k for t, k in zip(trajectories, kept, strict=True)]
+        lengths = [t.num_sampled_in_all * k for t, k in zip(trajectories, kept, strict=True)]
         self.num_sampled_tokens += sum(lengths)
-        trained, costs = [i for i, length in enumerate(lengths) if length], list[float]()
+        # The sequences to train, each with the index of its episode.
+        trained = [
+            (i, sequence)
+            for i, length in enumerate(lengths)
+            if length
+            for sequence in trajectories[i].sequences
+            if sequence.num_sampled_tokens
+        ]
+        costs = list[float]()
         if self.balances:
-            trained.sort(key=lambda i: trajectories[i].ids)
-            sequences = [trajectories[i].ids for i in trained]
+            trained.sort(key=lambda pair: pair[1].ids)
+            sequences = [sequence.ids for _, sequence in trained]
             costs = costs_of(sequences, self.shares_prefixes, self._pair)
         self.ranks.barrier("update")  # this barrier reports a rank that is stuck in rollouts
         everyone = self.ranks.all_gather_numbers([sum(kept), sum(lengths), *costs])
@@ -162,11 +170,11 @@ class Updater:
             return statistics | {"train/skipped": 0}
         loss_type, max_tokens = self.settings.loss_type, self.limits.max_tokens
         weights = token_weights(lengths, loss_type, num_sequences, num_tokens, max_tokens)
-        items = [(trajectories[i], advantages[i], weights[i]) for i in trained]
+        items = [(sequence, advantages[i], weights[i]) for i, sequence in trained]
         if self.deterministic:
             size = self.limits.num_generations
             groups = [list[Item]() for _ in lengths[::size]]
-            for i, item in zip(trained, items, strict=True):
+            for (i, _), item in zip(trained, items, strict=True):
                 groups[i // size].append(item)
             done = self._backward_in_order(groups, num_tokens)
         else:

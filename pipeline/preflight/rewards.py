@@ -5,11 +5,11 @@ from functools import partial
 
 from pipeline.config.settings import SINGLE_TURN, Config
 from pipeline.data.tasks import Task
+from pipeline.environments.calls import guarded
 from pipeline.environments.domains import Domain
 from pipeline.environments.faults import EnvironmentFault
 from pipeline.environments.random_state import RandomState
-from pipeline.environments.timeouts import guarded
-from pipeline.environments.tools import started
+from pipeline.environments.tools import run_here, started
 from pipeline.errors import UserError
 from pipeline.files.untrusted import one_line, shown
 from pipeline.rollout.rewards import (
@@ -101,7 +101,8 @@ def _try(functions: Sequence[RewardFunction], domain: Domain, task: Task, config
     trajectory = Trajectory(domain=task.domain, task_id=task.id, messages=messages)
     try:
         with RandomState(task):
-            made = guarded("reset", seconds, partial(started, domain.environment, task.row()))
+            start = partial(run_here, started, domain.environment, task.row())
+            made = guarded("reset", seconds, start)
     except EnvironmentFault as fault:
         failed = f"reset failed on task {shown(task.id)}: {one_line(str(fault))}"
         raise UserError(f"{domain.name}: {failed}; mend the environment or the task") from None

@@ -1,22 +1,36 @@
-"""An episode, its reward, and the answers of its environment and its customer."""
+"""The story of an episode, from `reset` to the reward."""
 
+import inspect
 import json
+import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from pipeline.chat.template import Chat
 from pipeline.chat.text import Parsed
+from pipeline.config.settings import RolloutSettings
 from pipeline.customers.scenario import Welcome
 from pipeline.data.tasks import Message, Task
 from pipeline.environments import tools
+from pipeline.environments.calls import Calls
+from pipeline.environments.customers import reply_of
+from pipeline.environments.faults import EnvironmentFault, FaultLog
+from pipeline.environments.own_loops import Play, own_loop_of
 from pipeline.environments.random_state import RandomState
-from pipeline.environments.timeouts import Background, Guard
-from pipeline.rollout.sampler import Handle
+from pipeline.rollout.own_loop import LoopPolicy, play
+from pipeline.rollout.policies import Conversation, Policy
 from pipeline.rollout.trajectory import StopReason, Trajectory
 
 UNKNOWN_TOOL = "unknown"  # calls of all nonexistent tools are counted under this name
+
+
+# Gives the customer's answer to a message, or None: (environment, message).
+Reply = Callable[[Any, str], Any]
+# Is shown the prompt and then each further message: (environment, messages).
+Watch = Callable[[Any, list[Message]], None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,68 +40,242 @@ class RolloutRequest:
     key: int  # 64-bit key that selects the episode's random numbers
 
 
-class Episode:
-    """One episode of a rollout, with its environment and its conversation in the sampler."""
+@dataclass(frozen=True, kw_only=True)
+class Surroundings:
+    """What the episodes of a rollout share."""
 
-    def __init__(self, request: RolloutRequest, kind: type[Any], welcome: Welcome | None) -> None:
-        self.request, self.welcome, task = request, welcome, request.task
-        self.in_background = welcome is not None or tools.may_wait(kind)
+    policy: Policy
+    chat: Chat
+    limits: RolloutSettings
+    calls: Calls
+    faults: FaultLog
+    greedy: bool
+    has_reward_functions: bool = False
+    reply: Reply = reply_of
+    watch: Watch | None = None
+
+
+class Episode:
+    """One episode of a rollout: a conversation of the policy with an environment of class `kind`.
+
+    `welcome` gives the environment a customer from outside.
+    """
+
+    def __init__(
+        self,
+        request: RolloutRequest,
+        kind: type[Any],
+        surroundings: Surroundings,
+        welcome: Welcome | None = None,
+    ) -> None:
+        self.task = request.task
+        self.key = request.key
+        self.kind = kind
+        self.welcome = welcome
+        self.policy = surroundings.policy
+        self.chat = surroundings.chat
+        self.limits = surroundings.limits
+        self.faults = surroundings.faults
+        self._reply = surroundings.reply
+        self._watch = surroundings.watch
+        self._calls = surroundings.calls
+        self._until: float | None = None  # as the rollout's
         self.environment: Any = None
-        self.handle: Handle = None  # the episode's open conversation in the sampler
-        self.replies: list[Message] = []  # replies to the model's last message
-        self.calls: list[str] = []  # tool calls since the last message without a tool call
-        self.work: Background | None = None  # work of the environment in the background
+        self.in_background = welcome is not None or tools.may_wait(kind)
         # In the background, episodes would change the global state of each other.
         is_used = tools.uses_random_state(kind) and not self.in_background
-        self.random: AbstractContextManager[None] = RandomState(task) if is_used else nullcontext()
-        self.raised: list[tuple[str, str]] = []  # (tool, exception) of the environment's last work
-        self.ended, self.excused = False, ""  # excused: `left_out` if the current call fails
-        known = {name: getattr(task, name) for name in ("domain", "family", "branch")}
-        prompt = [dict(message) for message in task.prompt]
-        self.trajectory = Trajectory(task_id=task.id, trial=request.trial, messages=prompt, **known)
+        self._random: AbstractContextManager[None] = (
+            RandomState(self.task) if is_used else nullcontext()
+        )
+        self._repeated: list[str] = []  # tool calls since the last message without a tool call
+        self._excused = ""  # `left_out` if the current call fails
+        self.trajectory = Trajectory(
+            domain=self.task.domain,
+            task_id=self.task.id,
+            family=self.task.family,
+            branch=self.task.branch,
+            trial=request.trial,
+            messages=[dict(message) for message in self.task.prompt],
+        )
+        self._greedy = surroundings.greedy
+        self._has_reward_functions = surroundings.has_reward_functions
+        self.conversation: Conversation | None = None  # from the episode's start on
 
-    def end(self, reason: StopReason) -> None:
-        self.trajectory.stop_reason, self.ended = reason, True
+    async def play(self) -> None:
+        """Play the episode to its end, and score it; a failure of the environment ends it."""
+        trajectory = self.trajectory
+        schemas = tools.tool_schemas(self.kind)
+        self.conversation = conversation = Conversation(
+            trajectory=trajectory,
+            schemas=schemas,
+            key=self.key,
+            greedy=self._greedy,
+            is_text=self._has_reward_functions and not schemas,
+        )
+        try:
+            await self._reset()
+            end = None
+            loop = own_loop_of(self.kind)
+            if loop is None:
+                end = await self._converse(conversation)
+            else:
+                end = await self._let_play(loop)
+            trajectory.stop_reason = end
+            self.policy.close(conversation)
+            await self._score()
+        except EnvironmentFault as fault:
+            self.policy.close(conversation)
+            trajectory.stop_reason = StopReason.ENVIRONMENT_ERROR
+            trajectory.error = str(fault)
+            trajectory.left_out = "outage" if fault.outage else self._excused
+            self.faults.add(*self.task.key, fault.call, str(fault))
 
+    async def _converse(self, conversation: Conversation) -> StopReason:
+        """Let policy, tools and customer take turns until something ends the episode."""
+        trajectory = self.trajectory
+        end = None
+        self._show(trajectory.messages)
+        while end is None:
+            said = await self.policy.message(conversation)
+            self._show(trajectory.messages[-1:] if said is not None else [])
+            if said is None or not said.finished:
+                end = StopReason.MAX_TOKENS
+            elif said.parsed.malformed:
+                end = self._refuse(said.parsed.malformed)
+            elif said.parsed.calls:
+                end = await self._call_tools(said.parsed)
+            else:
+                end = await self._ask_customer(said.parsed.content)
+            if end is None and trajectory.num_turns >= self.limits.max_turns:
+                end = StopReason.MAX_TURNS
+        return end
 
-async def reward(episode: Episode, guard: Guard) -> None:
-    t, environment, episode.excused = episode.trajectory, episode.environment, ""
-    score = partial(tools.outcome_of, environment, t.stop_reason.value, t.messages)
-    outcome = await guard("get_reward", score, tools.method_of(environment, "get_reward"))
-    t.reward, t.reward_breakdown, t.difference = outcome
+    async def _let_play(self, loop: Play) -> StopReason:
+        """Let a user's loop play the episode."""
+        trajectory = self.trajectory
+        policy = LoopPolicy(self.policy, self.limits, trajectory, self.key, self._greedy)
+        name = getattr(loop, "__name__", "play")
+        try:
+            self.environment.reward = await self._calls.loop(
+                self.task.key, name, policy, partial(play, loop, policy, self.task)
+            )
+        finally:
+            policy.close()
+            trajectory.num_turns = sum(one.num_turns for one in trajectory.sequences)
+            # What the model has said may have made the loop fail.
+            self._excused = "" if trajectory.num_turns else "reset"
+        if policy.end is None and policy.is_cut:
+            return StopReason.MAX_TOKENS
+        return policy.end or StopReason.COMPLETED
 
+    async def _reset(self) -> None:
+        self._excused = "reset"
+        start = partial(tools.started, self.kind, self.task.row())
+        reset = tools.method_of(self.kind, "reset")
+        started = await self._call("reset", start, reset)
+        self.environment = started.environment
+        self.in_background = started.in_background
+        request = self.trajectory.messages[-1]
+        request["content"] += started.addition
+        if self.welcome is not None:
+            self.in_background = True
+            welcome = partial(
+                self.welcome, self.environment, self.task, self.key, request["content"]
+            )
+            request["content"] = await self._call("customer", welcome, self.welcome)
+            self.in_background = tools.may_wait(type(self.environment), self.environment)
 
-async def answer(
-    parsed: Parsed, reply: Callable[..., Any], most: int, episode: Episode, guard: Guard
-) -> None:
-    """Let the environment answer tool calls; without tool calls, let the customer answer.
+    def _refuse(self, why: str) -> StopReason | None:
+        """Answer a malformed tool call."""
+        self.trajectory.num_malformed_calls += 1
+        content = tools.error_result(f"malformed call: {why}")
+        self._add({"role": "tool", "name": "error", "content": content})
+        too_many = self.trajectory.num_malformed_calls > self.limits.max_malformed_calls
+        return StopReason.MALFORMED_CALL if too_many else None
 
-    `reply` is `reply_of` of `customers.py`, and `most` is `max_repeated_calls`.
-    """
-    trajectory, environment, episode.excused = episode.trajectory, episode.environment, ""
-    methods = tools.tool_methods(type(environment))
-    for name, arguments in parsed.calls:
-        if most:
-            episode.calls.append(json.dumps([name, arguments], sort_keys=True))
-        call = partial(tools.answer_call, environment, name, arguments)
-        result = await guard(name, call, methods.get(name, tools.raw_call(type(environment))))
-        if result.raised:
-            trajectory.num_tool_errors += 1
-            episode.raised.append((name, result.raised))
-        known = name if name in methods else UNKNOWN_TOOL
-        calls, errors = trajectory.tools.get(known, (0, 0))
-        trajectory.tools[known] = [calls + 1, errors + result.is_error]
-        episode.replies.append({"role": "tool", "name": name, "content": result.content})
-        if result.is_last:
-            return episode.end(StopReason.COMPLETED)
-        if most and episode.calls[-most:] == episode.calls[-1:] * most:
-            return episode.end(StopReason.REPEATED_CALL)
-    if not parsed.calls:
-        episode.calls, episode.excused = [], "reply"
-        method = tools.method_of(environment, "user", "reply")
-        said = await guard("reply", partial(reply, environment, parsed.content), method)
+    async def _call_tools(self, parsed: Parsed) -> StopReason | None:
+        self._excused = ""
+        methods = tools.tool_methods(self.kind)
+        most = self.limits.max_repeated_calls
+        replies = list[Message]()
+        end = None
+        for name, arguments in parsed.calls:
+            if most:
+                self._repeated.append(json.dumps([name, arguments], sort_keys=True))
+            call = partial(tools.answer_call, self.environment, name, arguments)
+            method = methods.get(name, tools.raw_call(self.kind))
+            try:
+                result = await self._call(name, call, method)
+            except EnvironmentFault:
+                self._add(*replies)
+                raise
+            if result.raised:
+                self.trajectory.num_tool_errors += 1
+                self.faults.add(*self.task.key, name, result.raised)
+            known = name if name in methods else UNKNOWN_TOOL
+            num_calls, num_errors = self.trajectory.tools.get(known, (0, 0))
+            self.trajectory.tools[known] = [num_calls + 1, num_errors + result.is_error]
+            replies.append({"role": "tool", "name": name, "content": result.content})
+            if result.is_last:
+                end = StopReason.COMPLETED
+                break
+            if most and self._repeated[-most:] == self._repeated[-1:] * most:
+                end = StopReason.REPEATED_CALL
+                break
+        self._add(*replies)
+        return end
+
+    async def _ask_customer(self, message: str) -> StopReason | None:
+        self._repeated = []
+        self._excused = "reply"
+        reply = tools.method_of(self.environment, "user", "reply")
+        ask = partial(self._reply, self.environment, message)
+        said = await self._call("reply", ask, reply)
         if said is not None:
-            return episode.replies.append({"role": "user", "content": said})
-        episode.excused = ""
-        await guard("final message", partial(setattr, environment, "final_message", parsed.content))
-        episode.end(StopReason.COMPLETED)
+            self._add({"role": "user", "content": said})
+            return None
+        self._excused = ""
+        keep = partial(setattr, self.environment, "final_message", message)
+        await self._call("final message", keep)
+        return StopReason.COMPLETED
+
+    def _add(self, *replies: Message) -> None:
+        """Add replies to the conversation; the result of a tool that is too long is an error."""
+        most = self.limits.max_tool_result_tokens
+        for reply in (reply for reply in replies if reply["role"] == "tool"):
+            num_tokens = self.chat.num_content_tokens(reply["content"])
+            if num_tokens > most:
+                reply["raw_content"] = reply["content"]
+                reply["content"] = tools.error_result("result too long")
+                why = f"its result has {num_tokens} tokens, max_tool_result_tokens is {most}"
+                self.faults.add(*self.task.key, reply["name"], why)
+        self.trajectory.messages += replies
+        self._show(list(replies))
+
+    def _show(self, messages: list[Message]) -> None:
+        if self._watch is not None:
+            self._watch(self.environment, messages)
+
+    async def _score(self) -> None:
+        trajectory = self.trajectory
+        self._excused = ""
+        self._until = math.inf  # what is over is scored
+        score = partial(
+            tools.outcome_of, self.environment, trajectory.stop_reason.value, trajectory.messages
+        )
+        method = tools.method_of(self.environment, "get_reward")
+        outcome = await self._call("get_reward", score, method)
+        trajectory.reward, trajectory.reward_breakdown, trajectory.difference = outcome
+
+    async def _call(self, name: str, call: Callable[[], Any], method: Any = None) -> Any:
+        """Make a call of environment code; a call of a coroutine function needs no thread."""
+        if self.in_background:
+            return await self._calls.beside(
+                self.task.key,
+                name,
+                call,
+                is_async=inspect.iscoroutinefunction(method),
+                until=self._until,
+            )
+        with self._random:
+            return self._calls.here(self.task.key, name, call)

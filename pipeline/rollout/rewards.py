@@ -4,11 +4,11 @@ TRL calls a function with the completions of a whole batch. Here a call has the 
 task, so that rewards do not depend on the number of ranks.
 """
 
+import asyncio
 import inspect
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
-from contextlib import nullcontext
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -18,11 +18,10 @@ from typing import Any
 from pipeline.config.rules import reward_names
 from pipeline.config.settings import Config
 from pipeline.data.tasks import Message, Task
+from pipeline.environments.calls import Calls, awaited, run
 from pipeline.environments.domains import imported
-from pipeline.environments.event_loop import Steps
 from pipeline.environments.faults import EnvironmentFault, FaultLog, describe, only_faults
 from pipeline.environments.random_state import RandomState
-from pipeline.environments.timeouts import Calls, Guard, awaited
 from pipeline.environments.tools import MAX_REWARD, as_number, writable
 from pipeline.errors import UserError
 from pipeline.files.untrusted import shown
@@ -71,13 +70,13 @@ class RewardFunction:
         variable, known = ("VAR_KEYWORD", "VAR_POSITIONAL"), GIVEN.union(columns)
         return [p.name for p in needed if p.kind.name not in variable and p.name not in known]
 
-    def __call__(self, arguments: Mapping[str, Any]) -> Steps[Any]:
-        """Return Steps that call the function with the arguments that the function takes.
+    async def __call__(self, arguments: Mapping[str, Any]) -> Any:
+        """Call the function with the arguments that the function takes.
 
         An iterable that is no text and no mapping becomes a list, with at most one value too many.
         """
         taken = {k: v for k, v in arguments.items() if self.takes_all or k in self.parameters}
-        returned = yield from awaited(self.function(**taken))
+        returned = await awaited(self.function(**taken))
         is_listed = isinstance(returned, Iterable) and not isinstance(returned, NO_LISTS)
         most = len(arguments["completions"]) + 1
         return list(islice(returned, most)) if is_listed else returned
@@ -190,12 +189,18 @@ class RewardFunctions:
         return any(function.asks_judge for function in self.functions)
 
     def __call__(self, completions: Sequence[Completion], faults: FaultLog | None = None) -> None:
+        """Score completions as `score` does, from code that is not async."""
+        run(self.score(completions, faults))
+
+    async def score(
+        self, completions: Sequence[Completion], faults: FaultLog | None = None
+    ) -> None:
         """Set `reward` and `rewards` of each trajectory; completions of a task are neighbours.
 
         A call that fails is repeated if it may pass. A call that has failed for good ends the
         episodes of its task with an environment error. `faults` prints which function waits.
         """
-        self._calls.forget()
+        self._calls.begin()
         calls = list[_Call]()
         for _, of_task in groupby(completions, lambda completion: completion.task.key):
             group = list(of_task)
@@ -205,7 +210,7 @@ class RewardFunctions:
                 trajectory.rewards = {kind.__name__: trajectory.reward} if has_own else {}
             columns = [*columns_of(group[0].task), *self._judge]
             calls += [_Call(f, group) for f in self.functions if not f.missing(columns)]
-        self._make(calls, faults or FaultLog())
+        await self._make(calls, faults or FaultLog())
         weights = {function.name: function.weight for function in self.functions}
         for trajectory in (completion.trajectory for completion in completions):
             known = {name: r for name, r in trajectory.rewards.items() if r is not None}
@@ -220,14 +225,14 @@ class RewardFunctions:
     def _judge(self) -> dict[str, Any]:
         return {} if self.judge is None else {JUDGE: self.judge}
 
-    def _make(self, calls: list[_Call], faults: FaultLog) -> None:
+    async def _make(self, calls: list[_Call], faults: FaultLog) -> None:
         """Make calls, and repeat calls after a common wait; all waits take `seconds` at most.
 
         Calls that would wait longer fail; they wait, too, so that a rollout does not ask at once.
         """
         left_s = self._calls.seconds
         for attempt in count(1):
-            self._attempt(calls)
+            await asyncio.gather(*map(self._attempt, calls))
             failed = [call for call in calls if call.fault is not None]
             again = [call for call in failed if left_s > 0 and call.may_pass()]
             calls = [call for call in again if call.wait_s <= left_s]
@@ -241,28 +246,21 @@ class RewardFunctions:
             for call in (call for call in again if call.is_busy):
                 line = f"{call.fault}; such calls wait {pause:.3g} s"
                 faults.tell_once(line, f"reward function {call.function.name} waits")
-            self._calls.pause(pause)
+            await self._calls.pause(pause)
             left_s -= pause
 
-    def _attempt(self, calls: Sequence[_Call]) -> None:
-        """Make calls once, those of async functions at the same time; set `fault` of each."""
-        waits = list[Callable[[], None]]()
-        for call in calls:
-            key, work = call.group[0].task.key, partial(self._score, call.function, call.group)
-            is_async, here = call.function.is_async, partial(self._calls.here, key, work)
-            waits.append(self._calls.beside(key, work) if is_async else here)
-        for call, wait in zip(calls, waits, strict=True):
-            try:
-                wait()
-                call.note(None)
-            except EnvironmentFault as fault:
-                call.note(fault)
+    async def _attempt(self, call: _Call) -> None:
+        """Make a call once, an async one beside others; set the call's `fault`."""
+        try:
+            await self._score(call.function, call.group)
+            call.note(None)
+        except EnvironmentFault as fault:
+            call.note(fault)
 
-    async def _score(
-        self, function: RewardFunction, group: Sequence[Completion], guard: Guard
-    ) -> None:
+    async def _score(self, function: RewardFunction, group: Sequence[Completion]) -> None:
         """Call one function for the completions of one task, and store the rewards."""
-        extra, metrics = dict[str, list[str]](), list[tuple[str, float]]()
+        extra = dict[str, list[str]]()
+        metrics = list[tuple[str, float]]()
         arguments = {
             **arguments_of(group),
             **self._judge,
@@ -270,11 +268,15 @@ class RewardFunctions:
             "log_extra": partial(_log_extra, extra, len(group)),
             "log_metric": partial(_log_metric, metrics),
         }
-        self.num_calls += function.is_async
+        task = group[0].task
+        made = partial(function, arguments)
         try:
-            with nullcontext() if function.is_async else RandomState(group[0].task):
-                call = partial(function, arguments)
-                returned = await guard(function.name, call, function.function)
+            if function.is_async:
+                self.num_calls += 1
+                returned = await self._calls.beside(task.key, function.name, made, is_async=True)
+            else:
+                with RandomState(task):
+                    returned = self._calls.here(task.key, function.name, made)
         except EnvironmentFault as fault:
             fault.args = (f"reward function {function.name}: {fault}",)
             raise

@@ -70,11 +70,23 @@ class Trajectory(RunRecord):
     reward_breakdown: dict[str, float] = field(default_factory=dict)  # the parts of the reward
     extra: dict[str, str] = field(default_factory=dict)  # values of `log_extra` by column
     difference: dict[str, list[str]] = field(default_factory=dict)  # {name: [actual, expected]}
+    # The other conversations of an episode that a user's own loop has played.
+    further: list["Trajectory"] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         sizes = {len(self.completion_ids), len(self.loss_mask), len(self.logprobs)}
         assert len(sizes) == 1, f"completion_ids, loss_mask and logprobs differ in length: {sizes}"
         self.num_sampled_tokens = sum(self.loss_mask)
+
+    @property
+    def sequences(self) -> list["Trajectory"]:
+        """The conversations of the episode, each as tokens; most episodes have one."""
+        return [self, *self.further]
+
+    @property
+    def num_sampled_in_all(self) -> int:
+        """The number of sampled tokens of all conversations of the episode."""
+        return sum(one.num_sampled_tokens for one in self.sequences)
 
     @property
     def ids(self) -> list[int]:
@@ -93,4 +105,5 @@ class Trajectory(RunRecord):
         self.num_sampled_tokens += is_sampled * len(ids)
 
     def record(self) -> RunRecord:
-        return RunRecord(**{f.name: getattr(self, f.name) for f in fields(RunRecord)})
+        found = {f.name: getattr(self, f.name) for f in fields(RunRecord)}
+        return RunRecord(**{**found, "num_sampled_tokens": self.num_sampled_in_all})

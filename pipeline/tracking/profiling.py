@@ -49,13 +49,14 @@ class Meter:
         rank. Memory is the largest peak of any rank: of GPU memory in the step or, without a GPU,
         of the process. `exchanged_bytes` counts the bytes that all ranks sent.
         """
-        spent, lengths = self._spent, [t.num_tokens for t in trajectories]
-        sampled = sum(t.num_sampled_tokens for t in trajectories)
+        spent = self._spent
+        lengths = [one.num_tokens for t in trajectories for one in t.sequences]
+        sampled = sum(t.num_sampled_in_all for t in trajectories)
         length = sum(n * n for n in lengths) / max(1, sum(lengths))  # token-weighted mean length
         trained = spent["update_tokens"], spent["update_sampled"]
         spent["sample_flops"] = self._work.of_sampling(spent["sample_tokens"], sampled, length)
         spent["update_flops"] = self._work.of_update(*trained, length)
-        spent |= {"sampled": sampled, "episodes": len(lengths)}
+        spent |= {"sampled": sampled, "episodes": len(trajectories)}
         unit = 1 if sys.platform == "darwin" else 1024  # bytes in a unit of ru_maxrss
         memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
         memory = torch.cuda.max_memory_allocated() if self._on_gpu else memory
@@ -66,7 +67,8 @@ class Meter:
         return {**metrics, "perf/peak_memory_mb": max(memories)}
 
     def _counters(self) -> dict[str, float]:
-        phases: dict[str, Any] = {"sample": self._rollout.sampler, "update": self._updater}
+        sampling: Any = self._rollout.policy
+        phases: dict[str, Any] = {"sample": sampling.sampler, "update": self._updater}
         return {
             **{f"{name}_s": self._ranks.seconds[name] for name in ("sample", "update", "wait")},
             "environment_s": self._rollout.environment_s,

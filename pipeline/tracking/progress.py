@@ -3,10 +3,10 @@
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from statistics import fmean, median
-from typing import Any
+from typing import Any, Self
 
 from tqdm import tqdm
 
@@ -100,6 +100,9 @@ class EpisodeProgress(StageProgress):
         self._most = 0  # largest number of episodes that ran at once
         self._ended: list[float] = []  # durations of episodes
 
+    def __enter__(self) -> Self:
+        return self
+
     def begin(self, count: int) -> None:
         """Count episodes that begin."""
         self._running.extend([time.monotonic()] * count)
@@ -131,18 +134,10 @@ def _duration(seconds: float) -> str:
     return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
 
 
-@contextmanager
-def episodes_shown(rollout: Any, name: str, num_episodes: int, ranks: Ranks) -> Iterator[None]:
+def episodes_of(name: str, num_episodes: int, ranks: Ranks) -> EpisodeProgress:
     """Show how many episodes of an evaluation rank 0 has finished; `num_episodes` are its own."""
     name += "" if ranks.num_ranks == 1 else f", rank 0 of {ranks.num_ranks}"
-    is_main = ranks.is_main
-    progress = EpisodeProgress(name, num_episodes, is_main=is_main)
-    with progress:
-        rollout.on_started, rollout.on_finished = progress.begin, progress.end
-        try:
-            yield
-        finally:
-            rollout.on_started = rollout.on_finished = lambda count: None
+    return EpisodeProgress(name, num_episodes, is_main=ranks.is_main)
 
 
 def say_start(opened: Opened, step: int, config: Config, stages: Sequence[Stage]) -> None:

@@ -84,7 +84,7 @@ def _counts(batch: RolloutBatch, config: Config) -> dict[str, float]:
     is_zero_std = zero_std_groups(rewards, size, ~is_left_out(first)).tolist()
     counts: dict[str, float] = {
         "episodes": len(first),
-        "tokens": sum(t.num_sampled_tokens for t in first),
+        "tokens": sum(t.num_sampled_in_all for t in first),
         "turns": sum(t.num_turns for t in first),
         "tool errors": sum(t.num_tool_errors for t in played),
         **{f"stop {r}": sum(t.stop_reason == r for t in first) for r in StopReason},

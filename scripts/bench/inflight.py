@@ -31,6 +31,7 @@ from pipeline.config.settings import RolloutSettings
 from pipeline.data.rng import stream_key
 from pipeline.data.tasks import Task
 from pipeline.models.tiny import tiny_model, tiny_tokenizer
+from pipeline.rollout.policies import SamplerPolicy
 from pipeline.rollout.rollout import Rollout, RolloutRequest
 from pipeline.rollout.row_sampler import RowSampler
 from pipeline.rollout.trajectory import Trajectory
@@ -192,7 +193,7 @@ def play(count: int, environment: type[Any]) -> tuple[list[Trajectory], float, f
         max_tokens_per_turn=MESSAGE_TOKENS,
         max_concurrent_episodes=count,
     )
-    rollout = Rollout(sampler, chat, {"desk": environment}, limits)
+    rollout = Rollout(SamplerPolicy(sampler, chat, limits), chat, {"desk": environment}, limits)
     requests = [request(str(number)) for number in range(count)]
     begun = time.perf_counter()
     trajectories = rollout(requests)

@@ -67,7 +67,7 @@ def main(work: Work, gate: Gate) -> None:
     if not config.data.reward_funcs:
         run.parts = without_users(run.parts)
     if work.forced:
-        Scripted(run.policy.rollout.sampler, scripts_of(run, work.num_units))
+        Scripted(run.policy.sampling.sampler, scripts_of(run, work.num_units))
     if isinstance(run, Stepped):
         run.gate = gate
         run.train()

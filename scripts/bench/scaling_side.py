@@ -89,7 +89,7 @@ def main(work: Share, gate: Gate) -> None:
     run = Measured(config, accelerator, ranks, Watchdog(ranks, config.run.timeout))
     if work.forced:
         run.parts = without_users(run.parts)
-        Scripted(run.policy.rollout.sampler, scripts_of(run, run.config.grpo.max_steps))
+        Scripted(run.policy.sampling.sampler, scripts_of(run, run.config.grpo.max_steps))
     if work.kind == "transfers":
         transfers(run, work, gate)
     else:

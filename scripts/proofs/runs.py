@@ -158,7 +158,7 @@ def _run_on_this_rank(
             gap = np.linalg.norm(found - theirs) / np.linalg.norm(theirs)
             played.update_gap = max(played.update_gap, float(gap))
             vector_to_parameters(torch.from_numpy(theirs), policy.model.parameters())
-            policy.rollout.sampler.load_weights(trained_weights(policy.model))
+            policy.sampling.sampler.load_weights(trained_weights(policy.model))
         elif trainer.ranks.is_main:
             np.save(trainer.folder / f"parameters-{step}.npy", found)
 
@@ -170,7 +170,7 @@ def _run_on_this_rank(
         main(parse(argv), partial(Unreported, **hooks))
     played.parameters = flat(trainers[-1].policy.model)
     if forced is not None:
-        misses = trainers[-1].policy.rollout.sampler.misses
+        misses = trainers[-1].policy.sampling.sampler.misses
         played.num_forced = len(misses)
         played.ties = [distance for distance in misses.values() if distance is not None]
     return played

@@ -36,7 +36,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--tasks", type=int, default=8, help="tasks of each domain")
     options = parser.parse_args(argv)
     from pipeline.checkpoints.transcripts import sampled_turns
-    from pipeline.commands.terminal import load_rollout
+    from pipeline.commands.terminal import chat_of, load_rollout
     from pipeline.environments.domains import load_domains
     from pipeline.environments.tools import tool_schemas
     from pipeline.export.checkpoint import open_checkpoint
@@ -52,7 +52,7 @@ def main(argv: list[str]) -> int:
         with served(out) as url:
             for name, domain in load_domains(checkpoint.config.data).items():
                 tasks = task_sets(checkpoint.config, domain).held_out[: options.tasks]
-                rollout = load_rollout(checkpoint, domain, human=False)
+                rollout = load_rollout(checkpoint, domain, chat_of(checkpoint, domain), limits)
                 requests = [RolloutRequest(task=task, trial=0, key=0) for task in tasks]
                 for trajectory in rollout(requests, greedy=True):
                     end = next(

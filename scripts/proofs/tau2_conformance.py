@@ -35,7 +35,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from pipeline.config.settings import DataSettings
 from pipeline.data.tasks import Task
 from pipeline.environments.domains import Domain, load_domains
-from pipeline.environments.tools import answer_call, reward_of, run_steps, tool_schemas
+from pipeline.environments.tools import answer_call, reward_of, run_here, tool_schemas
 from scripts.proofs.tau2_cases import DOMAINS, Case, Maker, cases_of
 
 Played = dict[str, Any]
@@ -72,7 +72,7 @@ def play(domain: Domain, case: Case) -> Played:
         messages.append(written | ({"tool_calls": functions} if functions else {}))
         ended = not functions
         for call in message["calls"]:
-            answer = run_steps(answer_call(environment, call["name"], call["arguments"]))
+            answer = run_here(answer_call, environment, call["name"], call["arguments"])
             messages.append({"role": "tool", "name": call["name"], "content": answer.content})
             errors += answer.is_error
             if ended := answer.is_last:
@@ -83,7 +83,7 @@ def play(domain: Domain, case: Case) -> Played:
     texts = [m["content"] for m in messages if m["role"] == "tool" and m["name"] != "done"]
     begun = time.process_time()
     try:
-        reward = run_steps(reward_of(environment, reason, messages))
+        reward = run_here(reward_of, environment, reason, messages)
     except Exception:  # a rollout records the exception, and the episode earns 0
         reward = None
     seconds += time.process_time() - begun

@@ -43,7 +43,7 @@ from pipeline.environments.tools import (  # noqa: E402
     ToolAnswer,
     answer_call,
     reward_of,
-    run_steps,
+    run_here,
     started,
     tool_methods,
 )
@@ -423,14 +423,14 @@ def played(
 ) -> list[tuple[str, ToolAnswer]]:
     answers: list[tuple[str, ToolAnswer]] = []
     with RandomState(task):
-        environment = run_steps(started(domain.environment, task.row())).environment
+        environment = run_here(started, domain.environment, task.row()).environment
 
         def call(name: str, **arguments: Any) -> ToolAnswer:
-            answers.append((name, run_steps(answer_call(environment, name, arguments))))
+            answers.append((name, run_here(answer_call, environment, name, arguments)))
             return answers[-1][1]
 
         example.play(environment, call)
-        reward = run_steps(reward_of(environment))
+        reward = run_here(reward_of, environment)
     said = [*map(dict, task.prompt), {"role": "assistant", "content": "Done."}]
     trajectory = Trajectory(domain=domain.name, task_id=task.id, messages=said, reward=reward)
     if rewards is not None:

@@ -28,10 +28,18 @@ from pipeline.errors import UserError
 from pipeline.grpo.micro_batches import make_micro_batches
 from pipeline.grpo.token_logprobs import TokenLogprobs
 from pipeline.models.tiny import CHAT_TEMPLATE, tiny_model, tiny_tokenizer
-from pipeline.rollout.rollout import Rollout, RolloutRequest
+from pipeline.rollout.rollout import RolloutRequest
 from pipeline.rollout.row_sampler import RowSampler
 from scripts.proofs.ranks import play_ranks
-from tests.support.helpers import Desk, call, chat, make_task, say, tokenizer
+from tests.support.helpers import (
+    Desk,
+    call,
+    chat,
+    make_task,
+    rollout_of,
+    say,
+    tokenizer,
+)
 from tests.support.messages import refusal, says
 
 SOME, ALL = range(200, 380), range(520)  # episodes, each of which has its own random numbers
@@ -219,7 +227,7 @@ def played(numbers):
         RolloutRequest(task=t, trial=0, key=key) for t, key in zip(tasks, keys, strict=True)
     ]
     limits = LIMITS.model_copy(update={"max_concurrent_episodes": len(numbers) // 2})
-    trajectories = Rollout(sampler, chat(), {"desk": Hostile}, limits)(requests)
+    trajectories = rollout_of(sampler, chat(), {"desk": Hostile}, limits)(requests)
     return trajectories, [sampler.seen[key] for key in keys]
 
 

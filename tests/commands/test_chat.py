@@ -14,11 +14,18 @@ from pipeline.commands.chat import main
 from pipeline.commands.terminal import Terminal, _rows, state_of
 from pipeline.config.settings import RolloutSettings
 from pipeline.embedded.retail import RetailEnvironment, generate_tasks
-from pipeline.environments.tools import run_steps, started
-from pipeline.rollout.rollout import Rollout, RolloutRequest
+from pipeline.environments.tools import run_here, started
+from pipeline.rollout.rollout import RolloutRequest
 from pipeline.rollout.trajectory import StopReason
 from tests.support.endpoint import serving
-from tests.support.helpers import ScriptedSampler, call, chat, make_task, say
+from tests.support.helpers import (
+    ScriptedSampler,
+    call,
+    chat,
+    make_task,
+    rollout_of,
+    say,
+)
 from tests.support.messages import refusal, says
 
 V1 = Path(__file__).parents[1] / "checkpoints" / "v1"
@@ -97,9 +104,15 @@ OWN = make_task(request="the tasks own")
 def serve(monkeypatch, typed: str, script, kind, task=OWN, is_human=True):
     """Play an episode with a scripted model, and a person who types these lines."""
     monkeypatch.setattr("sys.stdin", io.StringIO(typed))
-    rollout = Rollout(ScriptedSampler({0: script}), chat(), {task.domain: kind}, RolloutSettings())
-    customer = Terminal(is_human, rollout.chat)
-    rollout.on_messages, rollout.reply = customer.watch, customer.reply
+    customer = Terminal(is_human, chat())
+    rollout = rollout_of(
+        ScriptedSampler({0: script}),
+        chat(),
+        {task.domain: kind},
+        RolloutSettings(),
+        reply=customer.reply,
+        watch=customer.watch,
+    )
     return rollout([RolloutRequest(task=task, trial=0, key=0)])[0]
 
 
@@ -178,7 +191,7 @@ def test_without_a_person_the_scripted_user_of_the_environment_answers(monkeypat
 
 def test_the_database_is_what_the_tools_see_and_not_what_is_expected():
     task = generate_tasks(0, 1, "train", "medium")[0]
-    environment = run_steps(started(RetailEnvironment, task.row())).environment
+    environment = run_here(started, RetailEnvironment, task.row()).environment
     state = state_of(environment)
     assert state.keys() == {"case", "orders", "variants"}
     assert state_of(type("Plain", (), {})()) == {}

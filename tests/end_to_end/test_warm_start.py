@@ -34,7 +34,7 @@ from pipeline.models.tiny import tiny_model
 from pipeline.preflight.demonstrations import check_demonstrations
 from pipeline.preflight.limits import check_limits
 from pipeline.preflight.prepare import prepare
-from pipeline.rollout.rollout import Rollout, RolloutRequest
+from pipeline.rollout.rollout import RolloutRequest
 from pipeline.sft import IGNORED, encode, fine_tune, learning_rate_at, sft_examples, share_of
 from scripts.proofs.ranks import play_ranks
 from tests.support.helpers import (
@@ -44,6 +44,7 @@ from tests.support.helpers import (
     chat,
     embedded,
     environments_of,
+    rollout_of,
     say,
     tokenizer,
 )
@@ -109,7 +110,7 @@ def test_a_row_holds_the_tokens_of_the_rollout_that_says_the_same(domain):
     scripts = {
         n: [m for m in messages if m["role"] == "assistant"] for n, messages in enumerate(played)
     }
-    rollout = Rollout(ScriptedSampler(scripts), chat(), {domain: environment}, RolloutSettings())
+    rollout = rollout_of(ScriptedSampler(scripts), chat(), {domain: environment}, RolloutSettings())
     trajectories = rollout([RolloutRequest(task=t, trial=0, key=n) for n, t in enumerate(tasks)])
     for messages, trajectory in zip(played, trajectories, strict=True):
         row = encode(chat(), messages, tool_schemas(environment))

@@ -11,18 +11,25 @@ from threading import Barrier, Event, active_count, current_thread
 import pytest
 
 from pipeline.config.settings import RolloutSettings
+from pipeline.environments.calls import Calls, run
 from pipeline.environments.customers import reply_of
-from pipeline.environments.timeouts import Calls
 from pipeline.environments.tools import (
     answer_call,
     may_wait,
-    method_of,
     outcome_of,
     settled,
     started,
 )
-from pipeline.rollout.rollout import Rollout, RolloutRequest
-from tests.support.helpers import Desk, ScriptedSampler, call, chat, make_task, say
+from pipeline.rollout.rollout import RolloutRequest
+from tests.support.helpers import (
+    Desk,
+    ScriptedSampler,
+    call,
+    chat,
+    make_task,
+    rollout_of,
+    say,
+)
 
 LIMITS = RolloutSettings(max_turns=6, max_tokens_per_turn=100, max_tokens=800)
 TIMEOUT_S = 60
@@ -35,7 +42,7 @@ def play(environments, scripts):
         RolloutRequest(task=make_task(f"t{n}", domain=domain), trial=0, key=n)
         for n, (domain, _) in enumerate(scripts)
     ]
-    return Rollout(sampler, chat(), environments, LIMITS)(requests)
+    return rollout_of(sampler, chat(), environments, LIMITS)(requests)
 
 
 def test_async_tools_of_several_episodes_run_at_the_same_time():
@@ -81,19 +88,20 @@ def test_coroutines_that_wait_hold_no_thread():
             await meet("get_reward")
             return 1.0
 
-    async def work(guard):
-        environment, *_ = await guard("reset", partial(started, Remote, {}))
-        call = partial(answer_call, environment, "meet", {})
-        assert (await guard("meet", call, Remote.meet)).content == "met"
-        reply_to = method_of(environment, "user", "reply")
-        reply = await guard("reply", partial(reply_of, environment, "?"), reply_to)
-        assert reply is None
-        # A plain function that returns a coroutine is started in a thread, and waits in none.
-        assert await guard("get_reward", partial(outcome_of, environment)) == (1.0, {}, {})
+    before, calls = active_count(), Calls(TIMEOUT_S)
+    beside = partial(calls.beside, ("desk", "t1"), is_async=True)
 
-    before, calls = active_count(), Calls(TIMEOUT_S, lambda key: None)
-    for wait in [calls.beside(("desk", "t1"), work) for _ in range(200)]:
-        wait()
+    async def play():
+        environment, *_ = await beside("reset", partial(started, Remote, {}))
+        call = partial(answer_call, environment, "meet", {})
+        assert (await beside("meet", call)).content == "met"
+        assert await beside("reply", partial(reply_of, environment, "?")) is None
+        assert await beside("get_reward", partial(outcome_of, environment)) == (1.0, {}, {})
+
+    async def play_200():
+        await asyncio.gather(*(play() for _ in range(200)))
+
+    run(play_200())
     assert len(num_threads) == 800
     assert max(num_threads) <= before + 10
 
@@ -230,7 +238,7 @@ def test_the_passes_of_a_deterministic_rollout_do_not_depend_on_waiting_times():
         said = [[call("look", item=item), say("done")] for item in ("lamp", "desk", "door")]
         sampler, environments = Watched(dict(enumerate(said))), {"desk": desk(first)}
         requests = [RolloutRequest(task=make_task(), trial=n, key=n) for n in range(3)]
-        Rollout(sampler, chat(), environments, LIMITS, deterministic=True)(requests)
+        rollout_of(sampler, chat(), environments, LIMITS, deterministic=True)(requests)
     assert passes == [[[0, 1, 2]] * 2] * 2
 
 

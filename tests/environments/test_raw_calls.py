@@ -19,12 +19,19 @@ from pipeline.environments.trials import try_task
 from pipeline.errors import UserError
 from pipeline.evaluation.baselines import baselines
 from pipeline.preflight.tasks import undocumented
-from pipeline.rollout.rollout import Rollout, RolloutRequest
+from pipeline.rollout.rollout import RolloutRequest
 from pipeline.rollout.trajectory import StopReason
 from scripts.bench.trl_adapter import factories
 from tests.rollout.test_rollout import LIMITS
 from tests.support import trl_forms
-from tests.support.helpers import ScriptedSampler, call, chat, make_task, say
+from tests.support.helpers import (
+    ScriptedSampler,
+    call,
+    chat,
+    make_task,
+    rollout_of,
+    say,
+)
 from tests.support.messages import refusal
 
 
@@ -64,7 +71,7 @@ class AsyncCounter(Counter):
 
 
 def play(*messages, limits=LIMITS, environment=Counter):
-    rollout = Rollout(ScriptedSampler({0: messages}), chat(), {"desk": environment}, limits)
+    rollout = rollout_of(ScriptedSampler({0: messages}), chat(), {"desk": environment}, limits)
     return rollout([RolloutRequest(task=make_task(payload="{}"), trial=0, key=0)])[0]
 
 

@@ -23,10 +23,17 @@ from pipeline.errors import UserError
 from pipeline.preflight.prepare import prepare
 from pipeline.preflight.tasks import task_sets
 from pipeline.rollout.rewards import load_reward_functions
-from pipeline.rollout.rollout import Rollout, RolloutRequest
+from pipeline.rollout.rollout import RolloutRequest
 from pipeline.rollout.trajectory import StopReason
 from tests.support import trl_forms
-from tests.support.helpers import ScriptedSampler, call, chat, make_task, say
+from tests.support.helpers import (
+    ScriptedSampler,
+    call,
+    chat,
+    make_task,
+    rollout_of,
+    say,
+)
 from tests.support.warm import play
 
 FORMS = "tests.support.trl_forms"
@@ -77,7 +84,7 @@ def episodes(config, tasks, script, group=2):
     classes = {name: domain.environment for name, domain in load_domains(config.data).items()}
     sampler = ScriptedSampler({request.key: script for request in keyed})
     rewards = load_reward_functions(config)
-    return Rollout(sampler, chat(), classes, config.rollout, rewards=rewards)(keyed)
+    return rollout_of(sampler, chat(), classes, config.rollout, rewards=rewards)(keyed)
 
 
 def replies(trajectory):

@@ -11,11 +11,20 @@ from pipeline.endpoints.language_model import LanguageModel
 from pipeline.environments.experts import run_expert
 from pipeline.environments.tools import tool_schemas
 from pipeline.errors import UserError
-from pipeline.evaluation.agents import AgentRollout, as_sent, evaluate_agent
-from pipeline.rollout.rollout import Rollout, RolloutRequest
+from pipeline.evaluation.agents import agent_rollout, as_sent, evaluate_agent
+from pipeline.rollout.rollout import RolloutRequest
 from pipeline.rollout.trajectory import StopReason
 from tests.support.endpoint import agent_of, calling, seed_of, serving
-from tests.support.helpers import Desk, ScriptedSampler, call, chat, embedded, make_task, say
+from tests.support.helpers import (
+    Desk,
+    ScriptedSampler,
+    call,
+    chat,
+    embedded,
+    make_task,
+    rollout_of,
+    say,
+)
 
 ALONE = Ranks(0, 1, 5)
 
@@ -44,8 +53,8 @@ def config_of(url, **limits):
 def agent(url, folder, environments, **limits):
     config = config_of(url, **limits)
     model = LanguageModel("agent", config, folder, lambda line: None, as_written=True)
-    rollout = Rollout(ScriptedSampler({}), chat(), environments, config.rollout)
-    return AgentRollout(rollout, model, config.rollout.temperature), config
+    rollout = rollout_of(ScriptedSampler({}), chat(), environments, config.rollout)
+    return agent_rollout(rollout, model, config.rollout.temperature), config
 
 
 def play(answer, folder, *tasks, environment=Talk, faults=(), **limits):
@@ -200,7 +209,7 @@ def test_environments_that_wait_go_on_beside_the_asks(tmp_path):
 def failed(url, folder, environments=None, **settings):
     rollout, config = agent(url, folder, environments or {"desk": Talk}, call_timeout=0.5)
     for name, value in settings.items():
-        setattr(rollout.model, name, value)
+        setattr(rollout.policy.model, name, value)
     entry, played = evaluate_agent(rollout, [make_task(), make_task("t2")], config, ALONE)
     assert {t.stop_reason for t in played} == {StopReason.ENVIRONMENT_ERROR}
     assert [*entry] == ["failed"] and "\n" not in entry["failed"]

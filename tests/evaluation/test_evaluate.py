@@ -12,8 +12,8 @@ from accelerate import Accelerator
 from pipeline.config.settings import RolloutSettings
 from pipeline.distributed.ranks import Ranks
 from pipeline.environments import Domain, Outage
+from pipeline.environments.calls import Calls
 from pipeline.environments.single_turn import SingleTurnEnvironment
-from pipeline.environments.timeouts import Calls
 from pipeline.errors import RunError
 from pipeline.evaluation.baselines import baselines
 from pipeline.evaluation.evaluate import (
@@ -25,11 +25,17 @@ from pipeline.evaluation.evaluate import (
     unscored_trials,
 )
 from pipeline.rollout.rewards import RewardFunction, RewardFunctions
-from pipeline.rollout.rollout import Rollout
 from pipeline.rollout.trajectory import RunRecord, StopReason
 from scripts.proofs.grid import make_trajectory
 from scripts.proofs.ranks import play_ranks
-from tests.support.helpers import Desk, ScriptedSampler, chat, make_task, say
+from tests.support.helpers import (
+    Desk,
+    ScriptedSampler,
+    chat,
+    make_task,
+    rollout_of,
+    say,
+)
 from tests.support.messages import refusal, says
 
 ALONE = Ranks(0, 1, 5)
@@ -44,7 +50,7 @@ class Watched:
     def __init__(self):
         self.requests, self.greedy = [], None
 
-    def __call__(self, requests, greedy=False):
+    def __call__(self, requests, greedy=False, progress=None):
         self.requests, self.greedy = list(requests), greedy
         return [
             make_trajectory(
@@ -108,10 +114,10 @@ def play_desk(fails):
             return super().reset(**row)
 
     scripts = {number: [say("done")] for number in range(9)}
-    rollout = Rollout(ScriptedSampler(scripts), chat(), {"desk": Flaky}, RolloutSettings())
+    rollout = rollout_of(ScriptedSampler(scripts), chat(), {"desk": Flaky}, RolloutSettings())
     by_number = iter(range(9))
 
-    def play(requests, greedy=False):
+    def play(requests, greedy, progress):
         return rollout([replace(request, key=next(by_number)) for request in requests], greedy)
 
     records, _ = evaluate(play, [make_task("fine"), make_task("broken")], 1, seed=1, ranks=ALONE)
@@ -126,7 +132,11 @@ def test_a_trial_whose_environment_fails_is_played_again():
 
 def test_no_trial_is_played_again_because_a_reward_function_failed(monkeypatch):
     calls = []
-    monkeypatch.setattr(Calls, "pause", lambda self, seconds: None)
+
+    async def no_pause(self, seconds):
+        pass
+
+    monkeypatch.setattr(Calls, "pause", no_pause)
 
     async def grader(completions, id, **_):
         calls.append(id[0])
@@ -137,9 +147,9 @@ def test_no_trial_is_played_again_because_a_reward_function_failed(monkeypatch):
     rewards = RewardFunctions([RewardFunction("grader", grader)], 5.0)
     sampler, played = ScriptedSampler({number: [say("4")] for number in range(9)}), []
     kinds = {"sums": SingleTurnEnvironment}
-    rollout = Rollout(sampler, chat(), kinds, RolloutSettings(), rewards=rewards)
+    rollout = rollout_of(sampler, chat(), kinds, RolloutSettings(), rewards=rewards)
 
-    def play(requests, greedy=False):
+    def play(requests, greedy, progress):
         played.extend(request.task.id for request in requests)
         return rollout([replace(r, key=n) for n, r in enumerate(requests)], greedy)
 
@@ -186,14 +196,14 @@ def evaluations_on_this_rank():
     few, none = evaluate(rollout, TASKS[:1], 1, seed=1, ranks=ranks)
     evaluate(rollout, TASKS, 3, seed=1, ranks=ranks)
 
-    def forgets(requests, greedy=False):
+    def forgets(requests, greedy, progress):
         return rollout(requests)[:-1] if ranks.rank == 1 else rollout(requests)
 
-    def repeats(requests, greedy=False):
+    def repeats(requests, greedy, progress):
         played = rollout(requests)
         return [*played[:-1], played[0]] if ranks.rank == 1 else played
 
-    def adds(requests, greedy=False):
+    def adds(requests, greedy, progress):
         played = rollout(requests)
         return [*played, played[0]] if ranks.rank == 1 else played
 

@@ -26,7 +26,6 @@ from pipeline.grpo.collect import (
     collect_rollouts,
     rewards_of,
 )
-from pipeline.rollout.rollout import Rollout
 from pipeline.rollout.trajectory import Trajectory
 from pipeline.tracking.progress import StageProgress
 from pipeline.tracking.step_metrics import rollout_metrics
@@ -34,7 +33,15 @@ from pipeline.train import connect
 from scripts.proofs.ranks import play_ranks
 from scripts.proofs.runs import play_run
 from tests.support.coin import COIN, warm_started
-from tests.support.helpers import Desk, ScriptedSampler, call, chat, make_task, say
+from tests.support.helpers import (
+    Desk,
+    ScriptedSampler,
+    call,
+    chat,
+    make_task,
+    rollout_of,
+    say,
+)
 
 pytestmark = pytest.mark.whole_run
 
@@ -80,7 +87,7 @@ def run_of(ranks: Ranks, sources: Mapping[str, list[Task]] = SOURCES, **grpo: An
         for k, text in enumerate(SAID[task.id.partition("-")[0]])
     }
     environments: dict[str, type[Any]] = dict.fromkeys(sources, Desk)
-    rollout = Rollout(ScriptedSampler(scripts), chat(), environments, config.rollout)  # type: ignore[arg-type]
+    rollout = rollout_of(ScriptedSampler(scripts), chat(), environments, config.rollout)
     return SimpleNamespace(config=config, ranks=ranks, sources=sources, rollout=rollout)
 
 
@@ -207,7 +214,7 @@ def office(*said: str) -> tuple[list[Trajectory], list[float], list[bool], dict[
         for key, text in zip(keys, said, strict=True)
     }
     sampler: Any = ScriptedSampler(scripts)
-    run.rollout = Rollout(sampler, chat(), {"left": Office}, limits)
+    run.rollout = rollout_of(sampler, chat(), {"left": Office}, limits)
     played = collect(run, replace(STAGE, own=("left",), groups={"left": 1}))
     rewards = rewards_of(played, run.ranks, run.config, 0)
     found = advantages_of(played, rewards, run.ranks, run.config.grpo, len(said))

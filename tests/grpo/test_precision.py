@@ -217,7 +217,7 @@ def play(where, flags):
                     types.note(name, *inputs, output) if torch.is_grad_enabled() else None
                 )
             )
-            types.note(f"{name}, sampler", *run.policy.rollout.sampler.model.parameters())
+            types.note(f"{name}, sampler", *run.policy.sampling.sampler.model.parameters())
             with run.log:
                 run.train()
         printed[name] = said.getvalue().splitlines()

@@ -21,14 +21,20 @@ import torch
 from pipeline.config.rules import check
 from pipeline.config.settings import Config
 from pipeline.data.tasks import Task
+from pipeline.environments.calls import Calls
 from pipeline.environments.single_turn import SingleTurnEnvironment
-from pipeline.environments.timeouts import Calls
 from pipeline.rollout import rewards as rewards_module
 from pipeline.rollout.rewards import RewardFunction, RewardFunctions, load_reward_functions
-from pipeline.rollout.rollout import Rollout, RolloutRequest
+from pipeline.rollout.rollout import RolloutRequest
 from pipeline.rollout.trajectory import StopReason
 from tests.rollout.test_rollout import LIMITS
-from tests.support.helpers import Desk, ScriptedSampler, chat, say
+from tests.support.helpers import (
+    Desk,
+    ScriptedSampler,
+    chat,
+    rollout_of,
+    say,
+)
 from tests.support.messages import refusal, says
 
 
@@ -50,7 +56,7 @@ def play(functions, answers=("4", "5"), tasks=None, weights=None, seconds=5.0, e
     rewards = RewardFunctions(made, seconds)
     sampler = ScriptedSampler({n: [say(answer)] for n, answer in enumerate(answers)})
     environments = {"sums": environment or SingleTurnEnvironment}
-    rollout = Rollout(sampler, chat(), environments, LIMITS, rewards=rewards)
+    rollout = rollout_of(sampler, chat(), environments, LIMITS, rewards=rewards)
     requests = [RolloutRequest(task=task, trial=n, key=n) for n, task in enumerate(tasks)]
     return rollout(requests), rewards
 
@@ -284,7 +290,11 @@ def test_an_exception_leaves_out_its_task_alone():
 def waits(monkeypatch):
     """The waits between attempts, which take no time here."""
     found = []
-    monkeypatch.setattr(Calls, "pause", lambda self, seconds: found.append(seconds))
+
+    async def pause(self, seconds):
+        found.append(seconds)
+
+    monkeypatch.setattr(Calls, "pause", pause)
     return found
 
 

@@ -16,7 +16,7 @@ from pipeline.errors import UserError
 from pipeline.models.capabilities import other_stops
 from pipeline.models.loading import load_folder, load_model, load_tokenizer
 from pipeline.models.tiny import tiny_model, tiny_tokenizer
-from pipeline.rollout.rollout import Rollout, RolloutRequest
+from pipeline.rollout.rollout import RolloutRequest
 from pipeline.rollout.row_sampler import RowSampler
 from pipeline.rollout.sampler import make_sampler
 from pipeline.rollout.trajectory import StopReason
@@ -31,6 +31,7 @@ from tests.support.helpers import (
     environments_of,
     make_task,
     module_of,
+    rollout_of,
     say,
     tokenizer,
 )
@@ -47,7 +48,7 @@ def play_all(scripts, limits=LIMITS, environment=Desk, tasks=None):
     """
     tasks = tasks or [make_task(f"t{number}") for number in range(len(scripts))]
     sampler = ScriptedSampler(dict(enumerate(scripts)))
-    rollout = Rollout(sampler, chat(), {"desk": environment}, limits)
+    rollout = rollout_of(sampler, chat(), {"desk": environment}, limits)
     requests = [RolloutRequest(task=task, trial=n, key=n) for n, task in enumerate(tasks)]
     return rollout(requests), sampler
 
@@ -137,7 +138,7 @@ def test_every_end_that_a_models_files_list_ends_its_messages(tmp_path, capsys):
     sampler.forced = {key: [token for ids in said[key] for token in ids] for key in range(2)}
     tasks = [make_task(f"t{number}") for number in range(2)]
     requests = [RolloutRequest(task=task, trial=0, key=key) for key, task in enumerate(tasks)]
-    stopped, plain = Rollout(sampler, own, {"desk": Desk}, LIMITS)(requests)
+    stopped, plain = rollout_of(sampler, own, {"desk": Desk}, LIMITS)(requests)
 
     result = {"role": "tool", "name": "look", "content": '{"lamp": "seen "}'}
     reply = own.reply_ids([result])  # follows the end that was sampled, whichever it is
@@ -428,7 +429,7 @@ def test_an_experts_messages_earn_the_reward_through_the_rollout(domain):
         messages, reward = run_expert(environments[domain](), module.expert, task)
         assert reward == 1.0
         scripts[number] = [m for m in messages if m["role"] == "assistant"]
-    rollout = Rollout(ScriptedSampler(scripts), chat(), environments, RolloutSettings())
+    rollout = rollout_of(ScriptedSampler(scripts), chat(), environments, RolloutSettings())
     trajectories = rollout([RolloutRequest(task=t, trial=0, key=n) for n, t in enumerate(tasks)])
     assert [trajectory.reward for trajectory in trajectories] == [1.0] * 40
     assert {trajectory.stop_reason for trajectory in trajectories} == {StopReason.COMPLETED}
@@ -444,7 +445,7 @@ def test_the_real_sampler_plays_the_same_episodes_again():
     model = tiny_model(tokenizer(), seed=1)
     sampler = RowSampler(model, chat().end_of_turn_id, 1.0, torch.float32)
     limits = RolloutSettings(max_tokens=120, max_tokens_per_turn=12)
-    rollout = Rollout(sampler, chat(), environments_of(embedded("retail")), limits)
+    rollout = rollout_of(sampler, chat(), environments_of(embedded("retail")), limits)
     requests = [
         RolloutRequest(task=task, trial=trial, key=stream_key(1, *task.key, trial))
         for task in tasks
@@ -505,10 +506,10 @@ def test_a_rollout_that_runs_out_of_memory_goes_on_with_half_as_many_episodes(
     for fails in (None, failing):
         sampler = ShortOfMemory(model, chat().end_of_turn_id, 1.0, torch.float32, max_tokens=150)
         sampler.failing = fails
-        rollout = Rollout(sampler, chat(), environments_of(embedded("retail")), limits)
+        rollout = rollout_of(sampler, chat(), environments_of(embedded("retail")), limits)
         played.append(rollout(requests))
-        assert not sampler._slots and not rollout._open
-        assert rollout.most == (8 if fails is None else number // 2)
+        assert not sampler._slots and not rollout.policy._open
+        assert rollout.policy.most == (8 if fails is None else number // 2)
     assert [t.ids for t in played[0]] == [t.ids for t in played[1]]
     for one, other in zip(*played, strict=True):
         assert one.logprobs == pytest.approx(other.logprobs, abs=1e-5)
@@ -536,17 +537,17 @@ def test_conversations_that_wait_for_room_wait_for_environments_that_work(monkey
         return sample(episodes, *arguments)
 
     monkeypatch.setattr(sampler, "sample", fails_once)
-    rollout = Rollout(sampler, chat(), {"desk": Late}, LIMITS, deterministic=True)
+    rollout = rollout_of(sampler, chat(), {"desk": Late}, LIMITS, deterministic=True)
     found = rollout([RolloutRequest(task=make_task(), trial=n, key=n) for n in range(5)])
     assert [(t.num_turns, t.stop_reason) for t in found] == [(3, StopReason.COMPLETED)] * 5
-    assert (calls[0], rollout.most, sampler.num_open) == (5, 2, 0)
+    assert (calls[0], rollout.policy.most, sampler.num_open) == (5, 2, 0)
 
 
 def test_one_episode_that_does_not_fit_ends_the_run_and_other_errors_are_not_retried():
     model, limits = tiny_model(tokenizer(), seed=1), RolloutSettings(max_concurrent_episodes=1)
     sampler = ShortOfMemory(model, chat().end_of_turn_id, 1.0, torch.float32)
     sampler.failing = 2
-    rollout = Rollout(sampler, chat(), {"desk": Desk}, limits)
+    rollout = rollout_of(sampler, chat(), {"desk": Desk}, limits)
     request = RolloutRequest(task=make_task(), trial=0, key=0)
     with pytest.raises(RuntimeError, match=r"^out of memory in one episode; lower max_tokens, now"):
         rollout([request])

@@ -17,6 +17,8 @@ from pipeline.data.tasks import Message, Task
 from pipeline.environments import Domain, load_domains
 from pipeline.models.tiny import tiny_tokenizer
 from pipeline.models.weights import Weights
+from pipeline.rollout.policies import SamplerPolicy
+from pipeline.rollout.rollout import Rollout
 from pipeline.rollout.trajectory import Sampled
 
 DOMAINS = {  # the embedded domains and the example
@@ -113,6 +115,13 @@ class Desk:
             raise KeyError("ledger")
         words = self.final_message.lower().rstrip(".").split()
         return words.count("done") / max(1, len(words))
+
+
+def rollout_of(
+    sampler: Any, chat: Chat, environments: Any, limits: Any, *args: Any, **given: Any
+) -> Rollout:
+    """A rollout whose policy is a sampler."""
+    return Rollout(SamplerPolicy(sampler, chat, limits), chat, environments, limits, *args, **given)
 
 
 class ScriptedSampler:

@@ -9,11 +9,19 @@ from pipeline.customers.service import Customers
 from pipeline.data.tasks import Task
 from pipeline.endpoints.language_model import LanguageModel
 from pipeline.environments.domains import load_domains
-from pipeline.rollout.rollout import Rollout, RolloutRequest
+from pipeline.rollout.rollout import RolloutRequest
 from pipeline.rollout.trajectory import StopReason
 from pipeline.tau2.scripted_customer import ScriptedCustomer
 from tests.support.endpoint import calling, serving
-from tests.support.helpers import Desk, ScriptedSampler, call, chat, make_task, say
+from tests.support.helpers import (
+    Desk,
+    ScriptedSampler,
+    call,
+    chat,
+    make_task,
+    rollout_of,
+    say,
+)
 from tests.tau2.conftest import SOURCE
 
 LIMITS = RolloutSettings(
@@ -37,13 +45,13 @@ def task_of(domain, task_id):
 
 
 def play(config, domain, task, script, folder):
-    rollout = Rollout(
-        ScriptedSampler({9: script}), chat(), {domain.name: domain.environment}, LIMITS
-    )
+    welcomes = {}
     if config.data.customer == "llm":
-        rollout.welcomes = Customers(
-            LanguageModel("customer", config, folder), [domain.name]
-        ).welcomes
+        model = LanguageModel("customer", config, folder)
+        welcomes = Customers(model, [domain.name]).welcomes
+    environments = {domain.name: domain.environment}
+    sampler = ScriptedSampler({9: script})
+    rollout = rollout_of(sampler, chat(), environments, LIMITS, welcomes=welcomes)
     (trajectory,) = rollout([RolloutRequest(task=task, trial=0, key=9)])
     return trajectory
 
@@ -183,11 +191,13 @@ def test_a_domain_of_ones_own_has_scenarios_in_its_tasks(tmp_path):
     with_scenario = make_task(columns=columns, payload='{"addition": " there"}')
     with serving(lambda body: "###STOP###" if len(body["messages"]) > 4 else "It hums.") as server:
         config = config_of(url=server.url)
-        rollout = Rollout(
+        rollout = rollout_of(
             ScriptedSampler({n: [say("What is wrong?"), say("done")] for n in range(2)}),
-            *(chat(), {"desk": Desk}, LIMITS),
+            chat(),
+            {"desk": Desk},
+            LIMITS,
+            welcomes=Customers(LanguageModel("customer", config, tmp_path), ["desk"]).welcomes,
         )
-        rollout.welcomes = Customers(LanguageModel("customer", config, tmp_path), ["desk"]).welcomes
         tasks: list[Task] = [with_scenario, make_task("t2")]
         requests = [RolloutRequest(task=task, trial=0, key=n) for n, task in enumerate(tasks)]
         talked, alone = rollout(requests)

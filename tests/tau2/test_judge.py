@@ -10,11 +10,17 @@ from pipeline.customers.service import judge_of
 from pipeline.distributed.ranks import Ranks
 from pipeline.environments.domains import load_domains
 from pipeline.errors import UserError
-from pipeline.rollout.rollout import Rollout, RolloutRequest
+from pipeline.rollout.rollout import RolloutRequest
 from pipeline.rollout.trajectory import StopReason
 from pipeline.tau2.judge import FILE, judge_prompt, verdicts_of
 from tests.support.endpoint import serving
-from tests.support.helpers import ScriptedSampler, call, chat, say
+from tests.support.helpers import (
+    ScriptedSampler,
+    call,
+    chat,
+    rollout_of,
+    say,
+)
 from tests.tau2.conftest import SOURCE
 from tests.tau2.test_customers import LIMITS, task_of
 
@@ -44,7 +50,9 @@ def play(path, folder, url, script, task_id="0"):
     config = config_of(path, url)
     domain = load_domains(config.data)["retail"]
     judge = judge_of(config, folder, {"retail": domain}, ALONE)
-    rollout = Rollout(ScriptedSampler({9: script}), chat(), {"retail": domain.environment}, LIMITS)
+    rollout = rollout_of(
+        ScriptedSampler({9: script}), chat(), {"retail": domain.environment}, LIMITS
+    )
     (trajectory,) = rollout([RolloutRequest(task=task_of(domain, task_id), trial=0, key=9)])
     judge.close()
     return trajectory

@@ -6,7 +6,6 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -15,7 +14,7 @@ from pipeline.distributed.ranks import Ranks
 from pipeline.errors import UserError
 from pipeline.files.durable import read_records
 from pipeline.tracking.log import RunLog, check_trackers
-from pipeline.tracking.progress import StageProgress, episodes_shown
+from pipeline.tracking.progress import StageProgress, episodes_of
 from tests.support import ROOT
 from tests.support.messages import says
 
@@ -321,13 +320,11 @@ def test_progress_of_many_steps_without_rewards_stays_short(capsys):
 
 def test_the_episodes_of_an_evaluation_are_counted_on_a_terminal(capsys, monkeypatch):
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    rollout = SimpleNamespace(on_finished=None)
-    with episodes_shown(rollout, "evaluation after start", 6, Ranks(0, 1, 5)):
+    with episodes_of("evaluation after start", 6, Ranks(0, 1, 5)) as progress:
         for count in (2, 0, 4):
-            rollout.on_finished(count)
-    rollout.on_finished(3)
+            progress.end(count)
     assert "evaluation after start: 100%" in (said := capsys.readouterr().err)
-    assert "6/6" in said and "9/6" not in said
+    assert "6/6" in said
 
 
 @pytest.fixture
@@ -342,18 +339,17 @@ def test_episodes_that_end_all_together_say_nothing_of_the_time_left_until_it_is
     clock, capsys
 ):
     """240 sampled episodes at once, of 200 s each; then 120 greedy ones."""
-    rollout = SimpleNamespace()
-    with episodes_shown(rollout, "evaluation after start", 360, Ranks(0, 1, 5)):
-        rollout.on_started(240)
+    with episodes_of("evaluation after start", 360, Ranks(0, 1, 5)) as progress:
+        progress.begin(240)
         clock[0] = 200
-        rollout.on_finished(1)
+        progress.end(1)
         clock[0] = 261
-        rollout.on_finished(239)
-        rollout.on_started(120)
+        progress.end(239)
+        progress.begin(120)
         clock[0] = 461
-        rollout.on_finished(100)
+        progress.end(100)
         clock[0] = 522
-        rollout.on_finished(20)
+        progress.end(20)
     assert capsys.readouterr().err.splitlines() == [
         "evaluation after start 1/360 episodes  200.0 s",
         "evaluation after start 240/360 episodes  261.0 s, about 4 min left",
@@ -364,14 +360,14 @@ def test_episodes_that_end_all_together_say_nothing_of_the_time_left_until_it_is
 
 def test_the_time_left_of_many_episodes_is_that_of_the_waiting_ones(clock, capsys):
     """1,000 episodes of 100 s, 10 at once: a round of 10 takes 100 s, so 10,000 s in all."""
-    rollout, said = SimpleNamespace(), list[str]()
-    with episodes_shown(rollout, "evaluation", 1000, Ranks(0, 1, 5)):
-        rollout.on_started(10)
+    said = list[str]()
+    with episodes_of("evaluation", 1000, Ranks(0, 1, 5)) as progress:
+        progress.begin(10)
         for _ in range(100):
             clock[0] += 100
-            rollout.on_finished(10)
+            progress.end(10)
             said.append(capsys.readouterr().err.strip())
-            rollout.on_started(10)
+            progress.begin(10)
     assert said[0] == "evaluation 10/1000 episodes  100.0 s, about 2.8 h left"
     assert said[49] == "evaluation 500/1000 episodes  5000.0 s, about 83 min left"
     assert said[98] == "evaluation 990/1000 episodes  9900.0 s, about 2 min left"

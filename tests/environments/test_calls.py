@@ -12,15 +12,14 @@ import subprocess
 import sys
 import threading
 import time
-from concurrent.futures import CancelledError
 from contextlib import suppress
 from functools import partial
 
 import pytest
 
-from pipeline.environments import event_loop, timeouts
+from pipeline.environments import calls
+from pipeline.environments.calls import Calls, awaited, guarded, run, settled
 from pipeline.environments.faults import CallTimeout, EnvironmentFault
-from pipeline.environments.timeouts import Calls, guarded, settled
 from pipeline.errors import CtrlC
 from tests.support import ROOT
 from tests.support.messages import says
@@ -57,7 +56,7 @@ def test_a_call_that_hangs_is_interrupted_at_its_deadline(never):
 
 
 def test_a_call_that_swallows_exceptions_is_interrupted_all_the_same(never, monkeypatch):
-    monkeypatch.setattr(timeouts, "REPEAT_S", 0.05)
+    monkeypatch.setattr(calls, "REPEAT_S", 0.05)
     swallowed = []
 
     def swallow():
@@ -104,7 +103,7 @@ def test_no_alarm_reaches_code_after_its_call():
     for seconds in [1e-6, 1e-5, 3e-5, 1e-4] * 500:  # the alarm comes as the call ends
         with pytest.raises(EnvironmentFault, match="CallTimeout"):
             guarded("look", seconds, lambda seconds=seconds: time.sleep(seconds))
-    assert signal.getitimer(signal.ITIMER_REAL)[1] != timeouts.REPEAT_S
+    assert signal.getitimer(signal.ITIMER_REAL)[1] != calls.REPEAT_S
 
 
 @pytest.fixture
@@ -187,7 +186,7 @@ def test_an_async_call_that_hangs_is_cancelled(here):
 
 
 def test_an_async_call_that_holds_the_event_loop_up_does_not_hold_up_later_ones(never, monkeypatch):
-    monkeypatch.setattr(event_loop, "GRACE_S", 0.1)
+    monkeypatch.setattr(calls, "GRACE_S", 0.1)
 
     async def hold_up():
         never.wait()
@@ -240,7 +239,7 @@ def place(function):
     """Of the line that raises, the one below the innermost `def`."""
     line = function.__code__.co_firstlineno + 1
     source = linecache.getline(__file__, line).strip()
-    return f" (test_timeouts.py, line {line}: {source})"
+    return f" (test_calls.py, line {line}: {source})"
 
 
 def awaits(function):
@@ -299,26 +298,21 @@ def test_where_it_cannot_be_a_person_an_interrupt_is_a_fault_of_the_code_that_ra
             guarded("look", LONG_S, raises(CtrlC()))
     finally:
         signal.signal(signal.SIGINT, before)
-    wait = Calls(LONG_S, lambda key: None).beside(("desk", "t1"), look(interrupts))
     with pytest.raises(EnvironmentFault, match=f"^{re.escape(said)}$"):
-        wait()
+        run(beside(Calls(LONG_S), interrupts))
 
 
 # Calls in the background
 
 
-def look(function):
-    """A work that calls a function."""
-
-    async def work(guard):
-        await guard("look", function)
-
-    return work
+def beside(calls, function, is_async=False, **given):
+    """A call of a function in the background."""
+    return calls.beside(("desk", "t1"), "look", function, is_async=is_async, **given)
 
 
-@pytest.mark.parametrize("by_name", [True, False], ids=["in the loop", "from a thread"])
-def test_coroutines_in_the_background_may_be_hostile(by_name, never, monkeypatch):
-    monkeypatch.setattr(event_loop, "GRACE_S", 0.1)
+@pytest.mark.parametrize("is_async", [True, False], ids=["in the loop", "from a thread"])
+def test_coroutines_in_the_background_may_be_hostile(is_async, never, monkeypatch):
+    monkeypatch.setattr(calls, "GRACE_S", 0.1)
     refuses = threading.Event()
 
     async def block():
@@ -336,21 +330,41 @@ def test_coroutines_in_the_background_may_be_hostile(by_name, never, monkeypatch
         return "seen"
 
     def look_at(function):
-        async def work(guard):
-            assert await guard("look", function, function if by_name else None) == "seen"
-
-        return Calls(SHORT_S, lambda key: None).beside(("desk", "t1"), work)
+        # A plain function may return a coroutine as well.
+        call = function if is_async else lambda: awaited(function())
+        return run(beside(Calls(SHORT_S), call, is_async))
 
     try:
         for late in (refuse, block):
             with pytest.raises(EnvironmentFault, match=LATE) as caught:
-                look_at(late)()
+                look_at(late)
             assert caught.value.timed_out
-        with pytest.raises(EnvironmentFault, match=r"^SystemExit: 3 \(test_timeouts\.py, line"):
-            look_at(leave)()
-        look_at(answer)()
+        with pytest.raises(EnvironmentFault, match=r"^SystemExit: 3 \(test_calls\.py, line"):
+            look_at(leave)
+        assert look_at(answer) == "seen"
     finally:
         refuses.set()
+
+
+def test_what_came_in_time_counts_while_the_calling_thread_was_busy():
+    ended = threading.Event()
+
+    async def look():
+        await asyncio.sleep(0.05)
+        ended.set()
+        return "seen"
+
+    async def play(is_async):
+        call = look if is_async else lambda: (time.sleep(0.05), ended.set(), "seen")[-1]
+        task = asyncio.create_task(beside(Calls(DEADLINE_S), call, is_async))
+        await asyncio.sleep(0)
+        assert ended.wait(LONG_S)
+        time.sleep(2 * DEADLINE_S)  # as a pass of the sampler
+        return await task
+
+    for is_async in (True, False):
+        ended.clear()
+        assert run(play(is_async)) == "seen"
 
 
 def test_a_call_in_the_background_is_timed_from_its_own_start():
@@ -360,50 +374,51 @@ def test_a_call_in_the_background_is_timed_from_its_own_start():
         time.sleep(0.1)
         ended.set()
 
-    wait = Calls(0.05, lambda key: None).beside(("desk", "t1"), look(late))
-    assert ended.wait(LONG_S)
     with pytest.raises(EnvironmentFault, match=r"^CallTimeout: look .* 0\.05 s$"):
-        wait()
+        run(beside(Calls(0.05), late))
+    assert ended.wait(LONG_S)
 
 
 def test_threads_that_are_stuck_starve_nobody(never, monkeypatch):
-    monkeypatch.setattr(timeouts, "MAX_THREADS", 2)
-    background, found = Calls(DEADLINE_S, lambda key: None), []
+    monkeypatch.setattr(calls, "MAX_THREADS", 2)
+    background, found = Calls(DEADLINE_S), []
 
-    def start(function):
-        return background.beside(("desk", "t1"), look(function))
+    async def play():
+        background.begin()
+        seen = [lambda: found.append("seen")] * 4
+        made = [beside(background, function) for function in [never.wait, never.wait, *seen]]
+        return await asyncio.gather(*made, return_exceptions=True)
 
-    seen = [lambda: found.append("seen")] * 4
-    waits = [start(function) for function in [never.wait, never.wait, *seen]]
-    for wait in waits[2:]:
-        wait()
-    assert found == ["seen"] * 4
-    for wait in waits[:2]:
-        with pytest.raises(EnvironmentFault, match=r"CallTimeout: look .* 0\.5 s"):
-            wait()
+    stuck, others = (answers := run(play()))[:2], answers[2:]
+    assert found == ["seen"] * 4 and others == [None] * 4
+    assert [str(fault) for fault in stuck] == ["CallTimeout: look took more than 0.5 s"] * 2
 
 
-@pytest.mark.parametrize("late", [True, False], ids=["late", "forgotten"])
-def test_a_work_that_was_given_up_does_nothing_more(late):
+@pytest.mark.parametrize("late", [True, False], ids=["late", "stopped"])
+def test_an_episode_that_was_given_up_does_nothing_more(late):
     going_on, calling, done = threading.Event(), threading.Event(), []
+    background = Calls(SHORT_S if late else LONG_S)
 
     def hang():
         done.append(threading.current_thread())
         calling.set()
         going_on.wait()
 
-    async def work(guard):
-        await guard("look", hang)
+    async def play():
+        await beside(background, hang)
         done.append("what follows from it")
-        await guard("look", lambda: done.append("another call"))
+        await beside(background, lambda: done.append("another call"))
 
-    background = Calls(SHORT_S if late else LONG_S, lambda key: None)
-    wait = background.beside(("desk", "t1"), work)
-    assert calling.wait(LONG_S)
-    if not late:
-        background.forget()
-    with pytest.raises(EnvironmentFault if late else CancelledError):
-        wait()
+    async def play_and_stop():
+        task = asyncio.create_task(play())
+        while not calling.is_set():
+            await asyncio.sleep(0.01)
+        if not late:
+            task.cancel()
+        await task
+
+    with pytest.raises(EnvironmentFault if late else asyncio.CancelledError):
+        run(play_and_stop())
     going_on.set()
     done[0].join(LONG_S)
     assert len(done) == 1
@@ -412,47 +427,61 @@ def test_a_work_that_was_given_up_does_nothing_more(late):
 def test_a_call_that_never_returns_does_not_keep_the_process_from_ending():
     code = """
 import threading
-from pipeline.environments.timeouts import Calls
-async def work(guard):
-    await guard("look", threading.Event().wait)
-wait = Calls(0.2, print).beside(("bank", "t1"), work)
+from pipeline.environments.calls import Calls, run
 try:
-    wait()
+    run(Calls(0.2, print).beside(("bank", "t1"), "look", threading.Event().wait, is_async=False))
 except Exception as fault:
     print(fault)
 """
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=LONG_S
     )
-    told, late = done.stdout.splitlines()
-    assert told == "bank/t1" and re.match(LATE, late)
+    assert re.match(LATE, done.stdout.strip())
     assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_calls_that_hang_at_the_same_time_count_once(never):
-    background = Calls(SHORT_S, lambda key: None)
+    background = Calls(SHORT_S)
+    here = partial(background.here, ("desk", "t1"), "look", lambda: "seen")
 
-    def hang():
-        return background.beside(("desk", "t1"), look(never.wait))
+    def hang_together():
+        async def together():
+            hanging = [beside(background, never.wait) for _ in range(5)]
+            return await asyncio.gather(*hanging, return_exceptions=True)
 
-    quick = look(lambda: "seen")
+        assert all(re.match(LATE, str(fault)) for fault in run(together()))
+
     for _ in range(2):
-        for wait in [hang() for _ in range(5)]:
-            with pytest.raises(EnvironmentFault, match=LATE):
-                wait()
-    background.here(("desk", "t1"), quick)  # and now they are no longer in a row
+        hang_together()
+    assert here() == "seen"  # and now they are no longer in a row
     for _ in range(3):
-        first, *others = [hang() for _ in range(5)]
-        with pytest.raises(EnvironmentFault, match=LATE):
-            first()
-        for wait in others:
-            with pytest.raises(EnvironmentFault, match="CallTimeout"):
-                wait()
-    refused = [partial(background.here, ("desk", "t1"), quick)]
-    refused += [background.beside(("desk", "t1"), work) for work in (quick, quick)]
-    for call in refused:
+        hang_together()
+    again = partial(run, beside(background, lambda: "seen"))
+    for call in (here, again):
         with pytest.raises(EnvironmentFault, match="desk is not called again in this rollout"):
             call()
-    background.here(("shop", "t1"), quick)
-    background.forget()
-    background.here(("desk", "t1"), quick)
+    assert background.here(("shop", "t1"), "look", lambda: "seen") == "seen"
+    background.begin()
+    assert here() == "seen"
+
+
+# Event loops of others
+
+
+def test_synchronous_code_may_run_an_event_loop_of_its_own():
+    async def answer():
+        return "seen"
+
+    async def play():
+        return Calls(LONG_S).here(("desk", "t1"), "look", lambda: asyncio.run(answer()))
+
+    assert run(play()) == "seen"
+
+
+def test_a_rollout_may_run_where_an_event_loop_runs_already():
+    """As in a notebook."""
+
+    async def notebook():
+        return run(asyncio.sleep(0, "seen")), asyncio.get_running_loop().is_running()
+
+    assert asyncio.run(notebook()) == ("seen", True)

@@ -1,0 +1,508 @@
+"""Calls of environment code, each with a deadline.
+
+A call that passes the deadline is late. In the main thread, an alarm (SIGALRM) interrupts a late
+call. Python can interrupt only the main thread, so a late call in another thread continues, and the
+late result is dropped. A late coroutine is cancelled.
+
+Coroutines of environments run in an event loop of their own, in a thread of its own: they go on
+while the main thread samples, and a coroutine that blocks does not stop the run.
+"""
+
+import asyncio
+import inspect
+import math
+import os
+import signal
+import sys
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from concurrent.futures import Future, wait
+from contextlib import contextmanager, nullcontext, suppress
+from importlib import import_module
+from typing import Any, Protocol, TypeVar
+
+from pipeline.distributed.forks import end_child
+from pipeline.environments.faults import (
+    CallTimeout,
+    EnvironmentFault,
+    describe,
+    is_outage,
+    only_faults,
+    too_long,
+)
+from pipeline.environments.waits import wait_of
+
+REPEAT_S = 1.0  # seconds between alarms; a late call may catch the first alarm's CallTimeout
+MAX_THREADS = 512  # largest number of threads for synchronous calls in the background
+TICK_S = 1.0  # seconds between two signs of progress while the calling thread waits
+GRACE_S = 5.0  # seconds until a blocked event loop is replaced
+MAX_HANGS = 3  # a rollout stops calling a domain after this number of late calls in a row
+_signal: Any = import_module("_signal")  # faster than the module `signal`, which creates enums
+
+Value = TypeVar("Value")
+Key = tuple[str, str]  # (domain, task id)
+
+
+class _State(threading.local):  # for each thread, the state of the call that `guarded` runs
+    deadline = math.inf
+    interruptible = False  # whether the alarm may interrupt the call now
+    frame: Any = None  # frame of `_under_alarm`; the alarm must not interrupt `_under_alarm` itself
+
+
+_state = _State()
+_other_handler: Any = None  # SIGALRM handler that other code has installed
+
+
+def guarded(name: str, seconds: float, call: Callable[[], Any]) -> Any:
+    """Run `call` and return its value; if `call` returns an awaitable, wait for the value.
+
+    Raises EnvironmentFault if the call fails or takes more than `seconds`. In the main thread, an
+    alarm interrupts the call after `seconds`, unless the call is blocked inside C code.
+    """
+    begun = time.monotonic()
+    outer_deadline = _state.deadline
+    pid = os.getpid()
+    _state.deadline = begun + seconds
+    result, fault = None, None
+    try:
+        # Synchronous code may call `asyncio.run`, which no running event loop may surround.
+        with _no_running_loop():
+            if threading.current_thread() is threading.main_thread():
+                result = _under_alarm(seconds, call)
+            else:
+                result = settled(call())
+        if os.getpid() != pid:
+            end_child()
+    except CallTimeout:
+        fault = too_long(name, seconds)
+    except BaseException as error:
+        if os.getpid() != pid:
+            end_child(error)
+        fault = fault_of(error, name)
+    finally:
+        _state.deadline = outer_deadline
+    if time.monotonic() - begun > seconds:  # drop the result or the fault of a late call
+        fault = too_long(name, seconds)
+    if fault is not None:
+        raise fault
+    return result
+
+
+def _alarm(number: int, frame: Any) -> None:
+    """Interrupt the call in `guarded`; if no call runs, pass SIGALRM on to other code's handler."""
+    if _state.frame is None:
+        if callable(_other_handler):
+            _other_handler(number, frame)
+    elif _state.interruptible and frame is not _state.frame:
+        raise CallTimeout
+
+
+def _in_child() -> None:
+    """Give SIGALRM back, in a process that was forked during a call."""
+    if _signal.getsignal(signal.SIGALRM) is _alarm:
+        signal.signal(signal.SIGALRM, _other_handler or signal.SIG_DFL)
+
+
+os.register_at_fork(after_in_child=_in_child)
+
+
+def _under_alarm(seconds: float, call: Callable[[], Any]) -> Any:
+    """Run a call; an alarm interrupts the call after `seconds`, then again every REPEAT_S seconds.
+
+    A timer that other code has set continues after the call. After the call, `_alarm` stays the
+    handler of SIGALRM, because installing a handler takes longer than most calls.
+    """
+    global _other_handler
+    if (handler := _signal.getsignal(signal.SIGALRM)) is not _alarm:
+        _other_handler = handler
+        signal.signal(signal.SIGALRM, _alarm)
+    begun = time.monotonic()
+    _state.frame = sys._getframe()
+    left, interval = _signal.setitimer(signal.ITIMER_REAL, seconds, REPEAT_S)
+    try:
+        _state.interruptible = True
+        return settled(call())
+    finally:
+        _state.interruptible = False
+        _signal.setitimer(signal.ITIMER_REAL, 0)
+        _state.frame = None
+        if left:
+            left -= time.monotonic() - begun
+            _signal.setitimer(signal.ITIMER_REAL, max(left, 1e-6), interval)
+
+
+@contextmanager
+def _no_running_loop() -> Iterator[None]:
+    """Inside this context, asyncio sees no running event loop in this thread."""
+    running = asyncio._get_running_loop()
+    asyncio._set_running_loop(None)
+    try:
+        yield
+    finally:
+        asyncio._set_running_loop(running)
+
+
+def run(coroutine: Coroutine[Any, Any, Value]) -> Value:
+    """Run a coroutine in this thread, also where an event loop runs already (in a notebook).
+
+    Unlike `asyncio.run`, this function leaves Ctrl-C to the present handler.
+    """
+    with _no_running_loop():
+        loop = asyncio.new_event_loop()
+        try:
+            return loop.run_until_complete(coroutine)
+        finally:
+            if left := asyncio.all_tasks(loop):  # Ctrl-C leaves tasks behind
+                for task in left:
+                    task.cancel()
+                loop.run_until_complete(asyncio.wait(left))
+            loop.close()
+
+
+# Coroutines of environments
+
+
+class _EnvironmentLoop:
+    """An asyncio event loop in a daemon thread. The first call of `run` starts the thread.
+
+    All environments share the loop, so that a network client keeps working from call to call.
+    """
+
+    _loop: asyncio.AbstractEventLoop
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._thread = threading.Thread()
+
+    @property
+    def is_here(self) -> bool:
+        """Whether the calling thread is the loop's."""
+        return threading.current_thread() is self._thread
+
+    def run(self, coroutine: Coroutine[Any, Any, Value]) -> Future[Value]:
+        with self._lock:
+            if not self._thread.is_alive():
+                self._loop = asyncio.new_event_loop()
+                self._thread = threading.Thread(target=self._serve, daemon=True)
+                self._thread.start()
+            return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+
+    def replace_if_blocked(self) -> None:
+        """Replace the event loop if a coroutine blocks the event loop for GRACE_S seconds."""
+        thread = self._thread
+        probe = self.run(asyncio.sleep(0))
+        wait([probe], GRACE_S)
+        if not probe.done() and self._thread is thread:
+            self._thread = threading.Thread()
+
+    def _serve(self) -> None:
+        loop = self._loop
+        while not loop.is_closed():
+            with suppress(BaseException):  # a SystemExit in an asyncio task ends `run_forever`
+                loop.run_forever()
+
+
+environment_loop = _EnvironmentLoop()
+
+
+async def awaited(value: Any) -> Any:
+    """Return `value`, or the awaited result if `value` is awaitable."""
+    if inspect.isawaitable(value):
+        return await value if environment_loop.is_here else _wait_for(value)
+    return value
+
+
+def settled(value: Any) -> Any:
+    """Return `value`; if `value` is awaitable, wait in this thread until the event loop has it.
+
+    A coroutine is cancelled at the deadline that `guarded` has set.
+    """
+    return _wait_for(value) if inspect.isawaitable(value) else value
+
+
+def run_here(function: Callable[..., Any], *arguments: Any) -> Any:
+    """Call a function that awaits nothing but `awaited`, in this thread; return the result."""
+    value = function(*arguments)
+    if not inspect.iscoroutine(value):
+        return value
+    try:
+        value.send(None)
+    except StopIteration as end:
+        return end.value
+    raise AssertionError(f"{function} awaits something other than `awaited`")
+
+
+def _wait_for(awaitable: Awaitable[Any]) -> Any:
+    interruptible, _state.interruptible = _state.interruptible, False  # `wait` needs no alarm
+    try:
+        future = environment_loop.run(_ended(awaitable))
+        wait([future], min(max(0.0, _state.deadline - time.monotonic()), threading.TIMEOUT_MAX))
+        if not future.done():
+            future.cancel()
+            environment_loop.replace_if_blocked()
+            raise CallTimeout
+        result, error = future.result()
+    finally:
+        _state.interruptible = interruptible
+    if error is not None:
+        raise error
+    return result
+
+
+async def _ended(awaitable: Awaitable[Any]) -> tuple[Any, BaseException | None]:
+    """Return (result, None), or (None, exception): some exceptions would end the event loop."""
+    pid = os.getpid()
+    try:
+        result = await awaitable
+        if os.getpid() != pid:
+            end_child()
+    except BaseException as error:
+        if os.getpid() != pid:
+            end_child(error)
+        return None, error
+    return result, None
+
+
+async def _in_time(call: Callable[[], Awaitable[Any]], name: str, seconds: float) -> Any:
+    """Await a call in the environments' event loop. Raises EnvironmentFault."""
+    try:
+        async with asyncio.timeout(seconds) as limit:
+            result, error = await _ended(call())
+    except TimeoutError:
+        error = None
+    except BaseException as failure:  # another coroutine has cancelled this task
+        error = failure
+    if limit.expired():
+        raise too_long(name, seconds)
+    if error is not None:
+        raise fault_of(error, name)
+    return result
+
+
+def _in_thread(call: Callable[[], Value]) -> Future[Value]:
+    future: Future[Value] = Future()
+    future.set_running_or_notify_cancel()  # makes `future.cancel` ineffective
+
+    def run() -> None:
+        try:
+            future.set_result(call())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="environment", daemon=True).start()
+    return future
+
+
+def fault_of(error: BaseException, name: str) -> EnvironmentFault:
+    text, outage = describe(only_faults(error)), is_outage(error)
+    if text == "CancelledError":  # raised by no line of code: its task was cancelled
+        text += ": code that shares its event loop cancelled it; cancel only your own tasks"
+    wait_s = None if outage else wait_of(error)  # who raises an Outage has waited
+    return EnvironmentFault(text, name, outage=outage, wait_s=wait_s)
+
+
+def _cut_off(name: str) -> EnvironmentFault:
+    return EnvironmentFault(f"CallTimeout: {name} did not end before rollout_timeout", name)
+
+
+class Loop(Protocol):
+    """What `Calls` must know of a user's loop."""
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether the loop does something else than wait for messages."""
+
+    @property
+    def busy_s(self) -> float:
+        """The seconds since the loop's last message, or 0 while it waits for one."""
+
+
+class Calls:
+    """Calls environments, each call for at most `seconds`.
+
+    `on_call` gets "domain/task" before each call that runs in the calling thread, and before an
+    answer from the background is taken, and "" in each second of a pause. After MAX_HANGS late
+    calls of a domain in a row, each further call of the domain fails immediately. So a broken
+    service delays a rollout by only a few deadlines. `answered` is set when an answer from the
+    background is taken. `spent_s` are the seconds of calls in the calling thread.
+    """
+
+    def __init__(self, seconds: float, on_call: Callable[[str], None] = lambda key: None) -> None:
+        self.seconds = seconds
+        self.on_call = on_call
+        self.spent_s = 0.0
+        self.begin()
+
+    def begin(self, timeout_s: float | None = None) -> None:
+        """Serve another rollout, whose calls in the background are late after `timeout_s`."""
+        self.until = time.monotonic() + (timeout_s or math.inf)
+        self.answered = asyncio.Event()
+        self._threads = asyncio.Semaphore(MAX_THREADS)
+        self._num_beside = 0  # calls in the background that have not ended
+        self._loops = list[Loop]()  # loops of the user's that have not ended
+        # domain -> (number of late calls in a row, deadline of the late call that was counted last)
+        self._hangs: dict[str, tuple[int, float]] = defaultdict(lambda: (0, -math.inf))
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether environment code in the background does something else than wait for messages."""
+        return self._num_beside > 0 or any(loop.is_busy for loop in self._loops)
+
+    def here(self, key: Key, name: str, call: Callable[[], Any]) -> Any:
+        """Make a call in the calling thread; raises EnvironmentFault if it fails."""
+        self.on_call("/".join(key))
+        self._check(key)
+        begun = time.monotonic()
+        try:
+            result = guarded(name, self.seconds, lambda: run_here(call))
+        except EnvironmentFault as fault:
+            self._note(key, fault, begun)
+            raise
+        finally:
+            self.spent_s += time.monotonic() - begun
+        self._note(key, None, begun)
+        return result
+
+    async def beside(
+        self,
+        key: Key,
+        name: str,
+        call: Callable[[], Any],
+        *,
+        is_async: bool,
+        until: float | None = None,
+    ) -> Any:
+        """Make a call in the background; after `until` (default: the rollout's), it is late.
+
+        A coroutine runs in the environments' event loop, and any other call in a new daemon thread.
+        The thread of a late call no longer counts against MAX_THREADS.
+        """
+        self._num_beside += 1
+        try:
+            async with nullcontext() if is_async else self._threads:
+                result = await self._made(key, name, call, is_async, until)
+        finally:
+            self._num_beside -= 1
+            self.answered.set()
+        self.on_call("/".join(key))
+        return result
+
+    async def _made(
+        self,
+        key: Key,
+        name: str,
+        call: Callable[[], Any],
+        is_async: bool,
+        until: float | None,
+    ) -> Any:
+        self._check(key)
+        begun = time.monotonic()
+        seconds = min(self.seconds, (self.until if until is None else until) - begun)
+        late = too_long(name, self.seconds) if seconds == self.seconds else _cut_off(name)
+        try:
+            if seconds <= 0:
+                raise late
+            if is_async:
+                future = environment_loop.run(_in_time(call, name, seconds))
+                # The loop ends a late call itself, unless the call blocks the loop.
+                result = await _answer(future, name, seconds + GRACE_S, late)
+            else:
+                future = _in_thread(lambda: guarded(name, seconds, lambda: run_here(call)))
+                result = await _answer(future, name, seconds, late)
+        except EnvironmentFault as fault:
+            self._note(key, fault, begun)
+            raise
+        self._note(key, None, begun)
+        return result
+
+    async def loop(
+        self, key: Key, name: str, loop: "Loop", call: Callable[[], Awaitable[Any]]
+    ) -> Any:
+        """Run a user's loop, of which `loop` knows when it waits for the policy.
+
+        The loop is late if it does something else for more than `seconds` without a break.
+        """
+        self._check(key)
+        begun = time.monotonic()
+        future = environment_loop.run(_ended(call()))
+        waiting = asyncio.wrap_future(future)
+        self._loops.append(loop)
+        fault = None
+        try:
+            while not waiting.done() and fault is None:
+                await asyncio.wait({waiting}, timeout=min(TICK_S, self.seconds / 2))
+                if not future.done():
+                    fault = self._late(name, loop.busy_s)
+            if fault is None:
+                result, error = waiting.result()
+                fault = None if error is None else fault_of(error, name)
+        except asyncio.CancelledError as error:
+            task = asyncio.current_task()
+            if task is None or task.cancelling():  # the rollout is stopped
+                raise
+            fault = fault_of(error, name)
+        finally:
+            self._loops.remove(loop)
+            self.answered.set()
+            future.cancel()
+        self._note(key, fault, begun)
+        if fault is not None:
+            environment_loop.replace_if_blocked()
+            raise fault
+        self.on_call("/".join(key))
+        return result
+
+    def _late(self, name: str, busy_s: float) -> EnvironmentFault | None:
+        if busy_s > self.seconds:
+            return too_long(name, self.seconds)
+        return _cut_off(name) if busy_s and time.monotonic() > self.until else None
+
+    async def pause(self, seconds: float) -> None:
+        """Wait, with a sign of progress in each second."""
+        until = time.monotonic() + seconds
+        while (left := until - time.monotonic()) > 0:
+            self.on_call("")
+            await asyncio.sleep(min(left, TICK_S))
+
+    def _note(self, key: Key, fault: EnvironmentFault | None, begun: float) -> None:
+        """Count a domain's late calls in a row; late calls that overlap in time count as one."""
+        count, deadline = self._hangs[key[0]]
+        if fault is None or not fault.timed_out:
+            self._hangs[key[0]] = 0, deadline
+        elif begun >= deadline:
+            self._hangs[key[0]] = count + 1, begun + self.seconds
+
+    def _check(self, key: Key) -> None:
+        count, _ = self._hangs[key[0]]
+        if count >= MAX_HANGS:
+            raise EnvironmentFault(
+                f"CallTimeout: {key[0]} is not called again in this rollout, after {count} "
+                f"times in a row that took more than {self.seconds:g} s",
+                "call",
+                timed_out=True,
+                outage=True,
+            )
+
+
+async def _answer(future: Future[Any], name: str, seconds: float, late: EnvironmentFault) -> Any:
+    """Return the result of a call in the background; raise `late` after `seconds`."""
+    try:
+        async with asyncio.timeout(seconds):
+            return await asyncio.wrap_future(future)
+    except TimeoutError:
+        # The answer may have come in time while this thread was busy.
+        if future.done() and not future.cancelled():
+            return future.result()
+        environment_loop.replace_if_blocked()
+        raise late from None
+    except EnvironmentFault as fault:
+        if fault.timed_out:
+            raise late from None
+        raise
+    except asyncio.CancelledError as error:
+        task = asyncio.current_task()
+        if task is None or task.cancelling():  # the rollout is stopped
+            raise
+        raise fault_of(error, name) from None
