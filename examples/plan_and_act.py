@@ -1,24 +1,19 @@
-"""A loop of one's own: an agent plans in one conversation and acts in another.
+"""An agent plans in one conversation and acts in another, which does not have the question.
 
-    three-domain-grpo train --environments '{sums: examples.plan_and_act:play}' --domains sums \
-        --tasks '{sums: examples/one_digit_sums.jsonl}'
-
-The loop asks for messages as often as it wants and returns the reward. Both conversations of an
-episode are trained with its advantage.
+The command stands in docs/environments.md. The agent that acts knows the question from the plan
+alone, so both conversations must be learned; both are trained with the advantage of the episode.
 """
 
 import re
 from typing import Any
 
-PLAN = "Write how to compute this, without the result: {}"
-ACT = "{}\nA colleague's plan: {}\nThe result is"
+PLAN = "{} Write the numbers and the result for a colleague."
+ACT = "A colleague writes: {}\nWhat is the result? Answer with the number alone."
 
 
 async def play(policy: Any, task: Any) -> float:
-    """Return 1 if the last number of the answer is right."""
+    """Return 1 if the answer's last number is right."""
     question = task.prompt[-1]["content"]
     plan = await policy.message([{"role": "user", "content": PLAN.format(question)}])
-    request = ACT.format(question, plan["content"])
-    answer = await policy.message([{"role": "user", "content": request}])
-    found = re.findall(r"\d+", answer["content"])[-1:]
-    return float(found == [task.row()["answer"]])
+    answer = await policy.message([{"role": "user", "content": ACT.format(plan["content"])}])
+    return float(re.findall(r"\d+", answer["content"])[-1:] == [task.row()["answer"]])

@@ -265,7 +265,7 @@ async def _ended(awaitable: Awaitable[Any]) -> tuple[Any, BaseException | None]:
     return result, None
 
 
-async def _in_time(call: Callable[[], Awaitable[Any]], name: str, seconds: float) -> Any:
+async def _in_time(call: Callable[[], Awaitable[Any]], name: str, seconds: float | None) -> Any:
     """Await a call in the environments' event loop. Raises EnvironmentFault."""
     try:
         async with asyncio.timeout(seconds) as limit:
@@ -275,6 +275,7 @@ async def _in_time(call: Callable[[], Awaitable[Any]], name: str, seconds: float
     except BaseException as failure:  # another coroutine has cancelled this task
         error = failure
     if limit.expired():
+        assert seconds is not None
         raise too_long(name, seconds)
     if error is not None:
         raise fault_of(error, name)
@@ -426,7 +427,7 @@ class Calls:
         """
         self._check(key)
         begun = time.monotonic()
-        future = environment_loop.run(_ended(call()))
+        future = environment_loop.run(_in_time(call, name, None))
         waiting = asyncio.wrap_future(future)
         self._loops.append(loop)
         fault = None
@@ -436,8 +437,9 @@ class Calls:
                 if not future.done():
                     fault = self._late(name, loop.busy_s)
             if fault is None:
-                result, error = waiting.result()
-                fault = None if error is None else fault_of(error, name)
+                result = waiting.result()
+        except EnvironmentFault as failure:
+            fault = failure
         except asyncio.CancelledError as error:
             task = asyncio.current_task()
             if task is None or task.cancelling():  # the rollout is stopped

@@ -15,6 +15,7 @@ from typing import Any
 
 from pipeline.config.settings import RolloutSettings
 from pipeline.data.rng import stream_key
+from pipeline.data.rows import messages_problem, with_usual_messages
 from pipeline.data.tasks import Message, Task
 from pipeline.environments.own_loops import Play
 from pipeline.rollout.policies import Conversation, Policy
@@ -88,7 +89,12 @@ class LoopPolicy:
         if a conversation has no room for a message (`max_tokens`), and after `max_turns` messages
         of all conversations together.
         """
-        given = [{k: deepcopy(m[k]) for k in KEYS if k in m} for m in messages]
+        given = with_usual_messages(deepcopy(list(messages)))
+        if problem := messages_problem(given):
+            raise ValueError(f"policy.message: {problem}")
+        if self._is_over:
+            raise EpisodeOver(StopReason.COMPLETED)
+        given = [{key: message[key] for key in KEYS if key in message} for message in given]
         self._num_asked += 1
         try:
             await asyncio.sleep(0)  # messages that are asked for at once come together
@@ -101,8 +107,6 @@ class LoopPolicy:
     async def _next(self, messages: list[Message], tools: list[dict[str, Any]]) -> Message:
         """Run in the rollout's event loop."""
         self._num_taken += 1
-        if self._is_over:
-            raise EpisodeOver(StopReason.COMPLETED)
         if self.end is None and self._num_messages >= self._limits.max_turns:
             self.end = StopReason.MAX_TURNS
         if self.end is not None:
@@ -139,7 +143,7 @@ class LoopPolicy:
         if self._conversations:
             trajectory = Trajectory(domain=self._first.domain, task_id=self._first.task_id)
             self._first.further.append(trajectory)
-        trajectory.messages = messages
+        trajectory.messages = list(messages)
         conversation = Conversation(
             trajectory=trajectory,
             schemas=tools,

@@ -6,9 +6,10 @@ import pytest
 import torch
 from accelerate import Accelerator, DistributedDataParallelKwargs
 
-from pipeline.config.settings import Config, GRPOSettings
+from pipeline.config.settings import Config, GRPOSettings, RunSettings
 from pipeline.data.curriculum import learning_rate_at
 from pipeline.distributed.ranks import Ranks
+from pipeline.grpo.algorithm import grpo_loss
 from pipeline.grpo.token_logprobs import TokenLogprobs
 from pipeline.grpo.updater import Updater
 from scripts.proofs.grid import make_episodes, make_trajectory, small_model
@@ -271,3 +272,48 @@ def test_the_learning_rate_follows_the_tasks_of_a_step_and_not_the_ranks(scale_l
         return Config.model_validate(tree).peak_learning_rate
 
     assert peak(1) == peak(8) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("loss_type", ["grpo", "dapo", "dr_grpo"])
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_all_conversations_of_an_episode_have_its_advantage_and_share_its_weight(
+    loss_type, deterministic
+):
+    """An episode of two conversations (3 and 1 sampled tokens) beside a plain one of 2 tokens."""
+    seen = {}
+
+    def loss(logprobs, entropy, batch, settings, num_tokens, ref_logprobs):
+        tokens = zip(batch.targets.tolist(), batch.advantages.tolist(), strict=True)
+        for (token, advantage), weight in zip(tokens, batch.weights.tolist(), strict=True):
+            seen[token] = advantage, weight
+        return grpo_loss(logprobs, entropy, batch, settings, num_tokens, ref_logprobs)
+
+    plain = make_trajectory([1], [2, 3])
+    several = make_trajectory([1], [4, 5, 6])
+    several.further = [make_trajectory([1, 1], [7])]
+    config = config_of(loss_type=loss_type).model_copy(
+        update={"run": RunSettings(deterministic=deterministic)}
+    )
+    config = config.model_copy(
+        update={"rollout": config.rollout.model_copy(update={"num_generations": 2})}
+    )
+    module = TokenLogprobs(small_model(), 1.0)
+    updater = Updater(Accelerator(), module, Ranks(0, 1, 60), config, 0, loss=loss)
+    statistics = updater.update_policy([plain, several], [0.5, -2.0], 1e-3)
+    assert statistics["train/trained_episodes"] == 2
+    of_plain, of_several = {
+        "grpo": (1 / (2 * 2), 1 / (4 * 2)),  # over all 4 sampled tokens of the episode
+        "dapo": (1 / 6, 1 / 6),
+        "dr_grpo": (1 / (2 * config.rollout.max_tokens),) * 2,
+    }[loss_type]
+    wanted = dict.fromkeys((2, 3), (0.5, of_plain)) | dict.fromkeys(range(4, 8), (-2.0, of_several))
+    assert seen == {token: pytest.approx(pair) for token, pair in wanted.items()}
+
+
+def test_conversations_that_are_not_kept_take_no_part():
+    kept, left = make_trajectory([1], [2, 3]), make_trajectory([1], [4, 5])
+    left.further = [make_trajectory([1, 1], [7])]
+    models = small_model(), small_model()
+    updater_of(models[0]).update_policy([kept, left], [1.0, -1.0], 1e-3, [True, False])
+    updater_of(models[1]).update_policy([kept], [1.0], 1e-3)
+    assert torch.equal(*map(flat, models))

@@ -1,0 +1,331 @@
+"""A loop of the user's plays an episode: what it asks for is sampled and trained."""
+
+import asyncio
+import json
+import threading
+import time
+
+import pytest
+
+from pipeline.config.settings import DataSettings, RolloutSettings
+from pipeline.environments import load_domains
+from pipeline.environments.faults import Outage
+from pipeline.environments.own_loops import environment_of
+from pipeline.rollout.own_loop import EpisodeOver
+from pipeline.rollout.policies import SamplerPolicy
+from pipeline.rollout.rollout import Rollout, RolloutRequest
+from pipeline.rollout.trajectory import StopReason
+from tests.support.helpers import ScriptedSampler, call, chat, make_task, say
+
+LIMITS = RolloutSettings(max_turns=4, max_tokens_per_turn=100, max_tokens=400, call_timeout=60)
+SHORT_S = 0.3
+LOOK = {
+    "type": "function",
+    "function": {
+        "name": "look",
+        "description": "Look an item up.",
+        "parameters": {"type": "object", "properties": {"item": {"type": "string"}}},
+    },
+}
+
+
+class Scripts(dict):
+    """Each new conversation gets the next script."""
+
+    def __init__(self, scripts):
+        super().__init__()
+        self.left = list(scripts)
+
+    def __missing__(self, key):
+        self[key] = list(self.left.pop(0))
+        return self[key]
+
+
+class Sampler(ScriptedSampler):
+    def __init__(self, scripts):
+        super().__init__({})
+        self.scripts = Scripts(scripts)
+
+
+def play(loop, *scripts, limits=LIMITS, deterministic=False, trials=1, **settings):
+    """The trajectories of a loop's episodes; each conversation has a script."""
+    limits = limits.model_copy(update=settings)
+    sampler = Sampler(scripts)
+    policy = SamplerPolicy(sampler, chat(), limits)
+    rollout = Rollout(policy, chat(), {"desk": environment_of(loop)}, limits, deterministic)
+    task = make_task(columns=json.dumps({"answer": "blue"}))
+    requests = [RolloutRequest(task=task, trial=n, key=n) for n in range(trials)]
+    trajectories = rollout(requests)
+    assert sampler.num_open == 0 and policy.num_waiting == 0
+    return trajectories
+
+
+def user(text):
+    return {"role": "user", "content": text}
+
+
+def sampled(trajectory):
+    tokens = zip(trajectory.completion_ids, trajectory.loss_mask, strict=True)
+    return [token for token, is_sampled in tokens if is_sampled]
+
+
+def ids_of(*messages):
+    return [token for message in messages for token in chat().message_ids(message)]
+
+
+# Conversations
+
+
+def test_a_history_that_continues_the_last_one_goes_on_with_its_tokens():
+    async def loop(policy, task):
+        messages = [user("colour?")]
+        messages.append(await policy.message(messages))
+        messages.append(user("sure?"))
+        messages.append(await policy.message(messages))
+        assert [m["content"] for m in messages] == ["colour?", "red", "sure?", "blue"]
+        return float(messages[-1]["content"] == task.row()["answer"])
+
+    (episode,) = play(loop, [say("red"), say("blue")])
+    assert (episode.reward, episode.stop_reason) == (1.0, StopReason.COMPLETED)
+    assert (episode.num_turns, episode.further, episode.error) == (2, [], "")
+    assert sampled(episode) == ids_of(say("red"), say("blue"))
+    assert episode.prompt_ids == chat().prompt_ids([user("colour?")], [])
+    reply = chat().reply_ids([user("sure?")])
+    assert episode.completion_ids == [*ids_of(say("red")), *reply, *ids_of(say("blue"))]
+    assert [m["role"] for m in episode.messages] == ["user", "assistant"] * 2
+
+
+def test_any_other_history_is_a_new_sequence_of_the_same_episode():
+    async def loop(policy, task):
+        plan = await policy.message([user("plan")])
+        other = await policy.message([user("act: " + plan["content"])])
+        changed = [user("plan"), {"role": "assistant", "content": "my own words"}, user("and?")]
+        last = await policy.message(changed)
+        return float([other["content"], last["content"]] == ["two", "three"])
+
+    (episode,) = play(loop, [say("one")], [say("two")], [say("three")])
+    assert (episode.reward, episode.num_turns) == (1.0, 3)
+    assert [sampled(one) for one in episode.sequences] == [
+        ids_of(say(text)) for text in ("one", "two", "three")
+    ]
+    assert episode.record().num_sampled_tokens == sum(len(sampled(s)) for s in episode.sequences)
+    assert all(one.further == [] for one in episode.further)
+
+
+def test_tool_calls_are_read_where_the_loop_gives_tools():
+    async def loop(policy, task):
+        messages = [user("look it up")]
+        message = await policy.message(messages, [LOOK])
+        function = message["tool_calls"][0]["function"]
+        assert (function["name"], function["arguments"]) == ("look", {"item": "lamp"})
+        result = {"role": "tool", "name": "look", "content": "blue"}
+        answer = await policy.message([*messages, message, result], [LOOK])
+        again = await policy.message([*messages, message, result], [])  # other tools: a new one
+        return float((answer["content"], again["content"]) == ("blue", "green"))
+
+    (episode,) = play(loop, [call("look", item="lamp"), say("blue")], [say("green")])
+    assert (episode.reward, episode.error) == (1.0, "")
+    assert len(episode.sequences) == 2
+
+
+def test_several_conversations_at_once_are_sampled_together():
+    async def loop(policy, task):
+        asked = (policy.message([user(f"question {number}")]) for number in range(3))
+        answers = await asyncio.gather(*asked)
+        return float(sorted(m["content"] for m in answers) == ["a", "b", "c"])
+
+    for deterministic in (False, True):
+        scripts = [[say(text)] for text in "abc" * 4]
+        episodes = play(loop, *scripts, trials=4, deterministic=deterministic, max_turns=3)
+        assert len(episodes) == 4
+        assert [len(episode.sequences) for episode in episodes] == [3] * 4
+
+
+def test_the_numbers_of_a_conversation_do_not_depend_on_when_it_begins():
+    keys = []
+
+    class Watched(Sampler):
+        def open(self, prompts, keys_, num_drawn=()):
+            keys.extend(keys_)
+            return super().open(prompts, keys_, num_drawn)
+
+    def loop_with(order):
+        async def loop(policy, task):
+            for number in order:
+                await policy.message([user(f"question {number}")])
+            return 0.0
+
+        return loop
+
+    for order in ((0, 1, 1), (1, 0, 1)):
+        sampler = Watched([[say("x")]] * 3)
+        policy = SamplerPolicy(sampler, chat(), LIMITS)
+        rollout = Rollout(policy, chat(), {"desk": environment_of(loop_with(order))}, LIMITS)
+        rollout([RolloutRequest(task=make_task(), trial=0, key=7)])
+    first, second = keys[:3], keys[3:]
+    assert len(set(first)) == 3
+    assert (second[0], second[1], second[2]) == (first[1], first[0], first[2])
+
+
+# Limits
+
+
+def test_a_loop_that_asks_too_often_is_over_with_reward_0_unless_it_catches_that():
+    async def asks_on(policy, task):
+        while True:
+            await policy.message([user("more")])
+
+    async def catches(policy, task):
+        with pytest.raises(EpisodeOver) as caught:
+            await asks_on(policy, task)
+        return float(caught.value.reason is StopReason.MAX_TURNS)
+
+    for loop, reward in ((asks_on, 0.0), (catches, 1.0)):
+        (episode,) = play(loop, *[[say("x")]] * 4)
+        assert (episode.stop_reason, episode.reward) == (StopReason.MAX_TURNS, reward)
+        assert (episode.num_turns, episode.left_out, episode.error) == (4, "", "")
+
+
+def test_a_message_that_is_cut_off_says_so_and_a_full_conversation_ends():
+    async def loop(policy, task):
+        messages = [user("write")]
+        cut = await policy.message(messages)
+        assert cut["finish_reason"] == "length"
+        messages = [*messages, cut, user("go on")]  # which is told anew
+        whole = await policy.message(messages)
+        assert whole["finish_reason"] == "stop"
+        await policy.message([user("x " * 900)])
+        raise AssertionError("there is no room")
+
+    (episode,) = play(loop, [say("a b c d e f g h i j")], [say("k")], max_tokens_per_turn=4)
+    assert (episode.stop_reason, episode.reward, episode.error) == (StopReason.MAX_TOKENS, 0.0, "")
+    assert len(sampled(episode)) == 4
+    assert len(episode.sequences) == 3
+
+
+@pytest.mark.parametrize("blocks", [False, True], ids=["waits", "blocks"])
+def test_a_loop_has_the_deadline_of_a_call_between_messages(blocks, monkeypatch):
+    monkeypatch.setattr("pipeline.environments.calls.GRACE_S", 0.1)
+
+    async def loop(policy, task):
+        await policy.message([user("first")])
+        await asyncio.sleep(0)
+        time.sleep(4 * SHORT_S) if blocks else await asyncio.sleep(60)
+        return 1.0
+
+    (episode,) = play(loop, [say("x")], call_timeout=SHORT_S)
+    assert (episode.stop_reason, episode.reward) == (StopReason.ENVIRONMENT_ERROR, 0.0)
+    assert episode.error == f"CallTimeout: loop took more than {SHORT_S} s"
+    assert episode.left_out == ""  # the model's words may have made it hang
+
+
+def test_the_time_of_the_sampler_does_not_count():
+    class Slow(Sampler):
+        def sample(self, *given):
+            time.sleep(2 * SHORT_S)
+            return super().sample(*given)
+
+    async def loop(policy, task):
+        await policy.message([user("first")])
+        await policy.message([user("second")])
+        return 1.0
+
+    limits = LIMITS.model_copy(update={"call_timeout": SHORT_S})
+    policy = SamplerPolicy(Slow([[say("x")]] * 2), chat(), limits)
+    rollout = Rollout(policy, chat(), {"desk": environment_of(loop)}, limits)
+    (episode,) = rollout([RolloutRequest(task=make_task(), trial=0, key=0)])
+    assert (episode.reward, episode.error) == (1.0, "")
+
+
+# Failures
+
+
+@pytest.mark.parametrize(
+    ("error", "asks", "left_out"),
+    [
+        (KeyError("ledger"), False, "reset"),
+        (KeyError("ledger"), True, ""),
+        (Outage("the service is away"), True, "outage"),
+        (KeyboardInterrupt(), True, ""),
+    ],
+)
+def test_what_a_loop_raises_ends_its_episode_alone_and_names_its_line(error, asks, left_out):
+    async def loop(policy, task):
+        if asks:
+            await policy.message([user("first")])
+        raise error
+
+    (episode,) = play(loop, [say("x")])
+    assert (episode.stop_reason, episode.reward) == (StopReason.ENVIRONMENT_ERROR, 0.0)
+    assert episode.left_out == left_out
+    assert type(error).__name__ in episode.error
+    assert "(test_own_loop.py, line " in episode.error and "raise error" in episode.error
+
+
+@pytest.mark.parametrize("returned", ["1", None, float("nan")])
+def test_a_reward_that_is_no_number_is_the_loops_fault(returned):
+    async def loop(policy, task):
+        await policy.message([user("first")])
+        return returned
+
+    (episode,) = play(loop, [say("x")])
+    assert (episode.stop_reason, episode.reward) == (StopReason.ENVIRONMENT_ERROR, 0.0)
+    assert "get_reward returned" in episode.error or "TypeError" in episode.error
+
+
+@pytest.mark.parametrize(
+    "messages", [[], [{"role": "nobody", "content": "x"}], [{"role": "user"}], "hello", [None]]
+)
+def test_messages_that_are_none_are_shown_with_the_loops_line(messages):
+    async def loop(policy, task):
+        await policy.message(messages)
+        return 1.0
+
+    (episode,) = play(loop)
+    assert episode.stop_reason is StopReason.ENVIRONMENT_ERROR
+    assert episode.error.startswith("ValueError: policy.message: ")
+    assert "test_own_loop.py, line " in episode.error
+
+
+def test_a_task_that_outlives_its_episode_gets_no_message():
+    goes_on, found = threading.Event(), []
+
+    async def late(policy):
+        while not goes_on.is_set():
+            await asyncio.sleep(0.01)
+        try:
+            await policy.message([user("late")])
+        except BaseException as error:
+            found.append(type(error))
+        goes_on.clear()
+
+    async def loop(policy, task):
+        found.append(asyncio.get_running_loop().create_task(late(policy)))
+        await policy.message([user("first")])
+        return 1.0
+
+    (episode,) = play(loop, [say("x")])
+    goes_on.set()
+    while goes_on.is_set():
+        time.sleep(0.01)
+    assert (episode.reward, len(episode.sequences)) == (1.0, 1)
+    assert found[1:] == [EpisodeOver]
+
+
+# Domains
+
+
+def test_a_coroutine_function_is_a_domain(tmp_path, monkeypatch):
+    (tmp_path / "plans.py").write_text(
+        "async def play(policy, task, style='short'):\n"
+        "    message = await policy.message([{'role': 'user', 'content': style}])\n"
+        "    return float(message['content'] == style)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    factory = {"factory": "plans:play", "arguments": {"style": "long"}}
+    data = {"domains": ["desk"], "environments": {"desk": factory}, "tasks": {"desk": "x.jsonl"}}
+    domain = load_domains(DataSettings(**data))["desk"]
+    policy = SamplerPolicy(Sampler([[say("long")]]), chat(), LIMITS)
+    rollout = Rollout(policy, chat(), {"desk": domain.environment}, LIMITS)
+    (episode,) = rollout([RolloutRequest(task=make_task(), trial=0, key=0)])
+    assert (episode.reward, episode.messages[0]["content"]) == (1.0, "long")
