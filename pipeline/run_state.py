@@ -7,8 +7,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from pipeline.checkpoints import run_folder
 from pipeline.checkpoints.checkpoint import Checkpointer, TrainState
-from pipeline.checkpoints.disks import open_disk
 from pipeline.checkpoints.resume import (
     load_start,
     open_together,
@@ -16,6 +16,8 @@ from pipeline.checkpoints.resume import (
     refuse_other_facts,
     refuse_other_origin,
     refuse_other_stages,
+    refuse_other_weights,
+    share_folder,
     weights_of,
 )
 from pipeline.checkpoints.transcripts import save_transcripts
@@ -75,15 +77,18 @@ class RunState:
         on_batch: Hook = lambda *_: None,
     ) -> None:
         self.accelerator, self.ranks, self.watchdog = accelerator, ranks, watchdog
-        config, self.disk = open_disk(config, ranks)
-        self.config, self.folder, self.parts = config, self.disk.folder, validate(config)
+        config = share_folder(config, ranks)
+        assert config.run.output_dir is not None, "share_folder names the run folder"
+        self.config = config
+        self.folder = config.run.output_dir
+        self.parts = validate(config)
         tokenizer = self.parts.tokenizer
         about, made_of = self.parts.about, dict(self.parts.made_of)
-        opened, resumed = open_together(config, self.disk, tokenizer, about, made_of)
+        opened, resumed = open_together(config, ranks, tokenizer, about, made_of)
         watchdog.can_resume = resumed is not None
         watchdog.not_for_children += [opened.lock] if opened else []
         self._saved_state, model = load_start(config, tokenizer, resumed, accelerator.device)
-        self.disk.refuse_other_weights(model)
+        refuse_other_weights(model, ranks)
         refuse_other_facts(self._saved_state, about, config.run.override)
         if config.model.use_peft or (resumed is None and config.grpo.beta > 0):
             made_of |= weights_of(model, ranks)  # read again when the run is resumed
@@ -110,14 +115,17 @@ class RunState:
         judge = judge_of(config, self.folder, self.parts.domains, ranks, rewards)
         self.language_models = [customers.model] if customers else []
         self.language_models += [judge] if judge else []
-        self.disk.begin(opened, config, self.state.step, self.state.evaluations)
+        if opened is not None:
+            evaluated = {evaluation["after"] for evaluation in self.state.evaluations}
+            run_folder.begin(opened, config, self.state.step, evaluated)
         log_state = None if resumed is None else self._saved_state
         self.log = RunLog(self.folder, config, is_main=ranks.is_main, state=log_state)
         keys = {"kind": "machine", "stage": self.state.stage, "step": self.state.step}
         self.log.timings({**keys, **machine(ranks.num_ranks)})
         lock = None if opened is None else opened.lock
-        arguments = self.disk, config.run, self.state, tokenizer
-        self.checkpointer = Checkpointer(*arguments, lock=lock, resumed=resumed)
+        self.checkpointer = Checkpointer(
+            self.folder, ranks, config.run, self.state, tokenizer, lock=lock, resumed=resumed
+        )
         self.checkpointer.owners += [self.log, self.errors, self.dead, self.start, self.decisions]
         if opened is not None:
             described = json.dumps(describe(self.stages, config), indent=1)
@@ -213,7 +221,7 @@ class RunState:
         self.checkpointer.check_folder()
         folder, step = self.folder / "trajectories" / name, self.state.step
         path = save_transcripts(folder, step, self.ranks.rank, episodes, advantages)
-        self.checkpointer.unsynced += self.disk.deliver(path)
+        self.checkpointer.unsynced.append(path)
 
     @cached_property
     def _baselines(self) -> dict[str, dict[str, float]]:

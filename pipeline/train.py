@@ -90,7 +90,7 @@ class Training(Trainer):
                 which = f"{best['checkpoint']}, mean validation success {best['success']:.3f}"
                 print(f"best checkpoint: {which}; export and chat take it by --checkpoint best")
             print(f"{found}: {self.folder}")
-        self.disk.close()
+        self.ranks.barrier("end")
 
     def stop(self) -> int:
         """Save a checkpoint unless the latest checkpoint is current, and return the exit code."""

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 
 from pipeline.before_grpo import BeforeGRPO
+from pipeline.checkpoints.transcripts import read_records
 from pipeline.data.curriculum import Stage, learning_rate_at
 from pipeline.data.tasks import Task
 from pipeline.errors import RunError, UserError
@@ -38,7 +39,6 @@ class Trainer(BeforeGRPO):
         policy = self.policy
         self._updater = policy.make_updater(self.checkpointer, self._saved_state, self.stages)
         self.checkpointer.owners.append(self._updater)
-        self.disk.drop_copies()
         self.kl_probe.load([s for s in self.stages[:-1] if self.state.evaluated(s.name)])
         arguments = policy.rollout, self._updater, policy.model, self.config.model
         meter = Meter(self.ranks, *arguments)
@@ -53,7 +53,10 @@ class Trainer(BeforeGRPO):
                 reference.refresh()
             when = f"of the reference policy in stage {stage.name}"
             self.ranks.check_same_parameters(reference.parameters.items(), when)
-        self.records = self.disk.read_records(stage.name) if is_inside else []
+        self.records = []
+        if is_inside:
+            folder = self.folder / "trajectories" / stage.name
+            self.records = read_records(folder, self.ranks.rank, self.ranks.num_ranks)
         if not is_inside:
             self.errors.load_state_dict({})
             self.dead.load_state_dict({})

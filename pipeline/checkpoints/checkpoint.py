@@ -19,11 +19,11 @@ from typing import IO, Any
 import torch
 
 from pipeline.checkpoints import manifest
-from pipeline.checkpoints.disks import Disk
 from pipeline.checkpoints.manifest import write_manifest
 from pipeline.checkpoints.run_folder import FORMAT, FULL
 from pipeline.config.settings import RunSettings
 from pipeline.distributed.gradients import consolidated_state_dict
+from pipeline.distributed.ranks import Ranks
 from pipeline.errors import SHUTDOWN_TIMEOUT, MachineError
 from pipeline.files.durable import sync, write_text
 from pipeline.models import lora
@@ -135,7 +135,8 @@ class Checkpointer:
 
     def __init__(
         self,
-        disk: Disk,
+        run_folder: Path,
+        ranks: Ranks,
         settings: RunSettings,
         state: TrainState,
         tokenizer: Any,
@@ -143,10 +144,13 @@ class Checkpointer:
         lock: IO[str] | None = None,
         resumed: Path | None = None,
     ) -> None:
-        self.disk, self.run_folder, self.resumed = disk, disk.folder, resumed
-        self.folder = self.run_folder / "checkpoints"
+        self.run_folder = run_folder
+        self.ranks = ranks
+        self.resumed = resumed
+        self.folder = run_folder / "checkpoints"
         self.owners: list[Any] = [state]
-        self._settings, self._ranks, self.state = settings, disk.ranks, state
+        self._settings = settings
+        self.state = state
         self._tokenizer, self._lock = tokenizer, lock
         self.unsynced: list[Path] = []  # files to flush to disk before the next checkpoint
         self._saved = None if resumed is None else state.position
@@ -154,8 +158,8 @@ class Checkpointer:
         self._warned = False
         name = state.best.get("checkpoint")
         # Later checkpoints may have replaced it.
-        if name and not disk.ranks.all_gather_objects((self.folder / name).is_dir(), "best")[0]:
-            if disk.ranks.is_main:
+        if name and not ranks.all_gather_objects((self.folder / name).is_dir(), "best")[0]:
+            if ranks.is_main:
                 print(f"warning: keep_best: {name} is gone; the best from now on is kept")
             state.best = {}
 
@@ -175,8 +179,8 @@ class Checkpointer:
         steps, minutes = self._settings.save_steps, self._settings.save_minutes
         due = steps > 0 and self.state.step % steps == 0
         if minutes is not None:
-            late = self._ranks.is_main and time.perf_counter() - self._saved_at > 60 * minutes
-            due = self._ranks.max(float(due or late)) > 0
+            late = self.ranks.is_main and time.perf_counter() - self._saved_at > 60 * minutes
+            due = self.ranks.max(float(due or late)) > 0
         return due
 
     def check_folder(self) -> None:
@@ -200,20 +204,19 @@ class Checkpointer:
         """Save a checkpoint; return the duration. Raises RuntimeError if ranks' weights differ."""
         begun = time.perf_counter()
         self.check_folder()
-        self.unsynced += self.disk.deliver()
         while self.unsynced:
             sync(self.unsynced.pop())
-        self._ranks.check_same_parameters(model.named_parameters(), f"at checkpoint {name}")
-        rank = self._ranks.rank
+        self.ranks.check_same_parameters(model.named_parameters(), f"at checkpoint {name}")
+        rank = self.ranks.rank
         moments = None if optimizer is None else consolidated_state_dict(optimizer, rank)
-        if self._ranks.is_main:
+        if self.ranks.is_main:
             path = self.write(name, model, moments)
             kept = {path.name, self.state.best.get("checkpoint")}
             manifest.prune(self.folder, self._settings.save_total_limit, kept)
-        self._ranks.barrier(f"checkpoint {name}")
+        self.ranks.barrier(f"checkpoint {name}")
         self._saved, self._saved_at = self.state.position, time.perf_counter()
         seconds, limit_s = self._saved_at - begun, float(os.environ.get(SHUTDOWN_TIMEOUT, 30))
-        is_launched = self._ranks.is_main and "TORCHELASTIC_RUN_ID" in os.environ
+        is_launched = self.ranks.is_main and "TORCHELASTIC_RUN_ID" in os.environ
         if is_launched and seconds > limit_s and not self._warned:
             self._warned = True
             why = f"took {seconds:.0f} s, but the launcher ends ranks {limit_s:.0f} s after SIGTERM"

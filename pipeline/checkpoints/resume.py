@@ -1,16 +1,20 @@
 """Starts or resumes a run: opens the run folder, and loads the state and the weights."""
 
 import json
+import os
 import platform
+import time
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from hashlib import sha256
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 from typing import Any
 
 import torch
 
+from pipeline.checkpoints import run_folder
 from pipeline.checkpoints.checkpoint import Checkpointer, SavedState
-from pipeline.checkpoints.disks import Disk
 from pipeline.checkpoints.manifest import problem
 from pipeline.checkpoints.run_folder import Opened, open_folder, read_state
 from pipeline.config.recipe import SETTINGS
@@ -24,22 +28,78 @@ from pipeline.models import lora
 from pipeline.models.loading import dtype_of, load_folder, load_model
 
 PACKAGE = Path(__file__).parents[1]
+LATE_S = 2.0  # network file systems show a new file a little late
+
+
+def sees_folder_of_rank_0(folder: Path, ranks: Ranks) -> tuple[str, bool]:
+    """Return a folder of rank 0, and whether this rank sees a file that rank 0 makes there.
+
+    It is rank 0's `folder`, or the next folder above that exists, as an absolute path. Raises
+    OSError, on rank 0, if no file can be made there.
+    """
+    with ExitStack() as stack:
+        name = ""
+        if ranks.is_main:
+            path = folder.absolute()
+            above = next(at for at in (path, *path.parents) if at.exists())
+            name = stack.enter_context(NamedTemporaryFile(dir=above, prefix=".seen-")).name
+        name = ranks.all_gather_objects(name, "run folder")[0]
+        until = time.monotonic() + LATE_S
+        while not (sees := os.path.exists(name)) and time.monotonic() < until:
+            time.sleep(0.1)
+        ranks.barrier("run folder")
+    return os.path.dirname(name), sees
+
+
+def share_folder(config: Config, ranks: Ranks) -> Config:
+    """Return the settings with rank 0's run folder as `output_dir`.
+
+    Raises UserError if a rank has other settings than rank 0, or does not see the run folder.
+    """
+    folder = Path()
+    if ranks.is_main:
+        folder = run_folder.folder_of(config)
+        run_folder.check_folder(_in_folder(config, folder))
+    host = platform.node()
+    settings = _in_folder(config, None).model_dump()
+    gathered = ranks.all_gather_objects((host, folder, folder.absolute(), settings), "settings")
+    host_0, relative, absolute, settings_0 = gathered[0]
+    for rank, (other, _, _, found) in enumerate(gathered):
+        for section, name in SETTINGS:
+            if found[section][name] != settings_0[section][name]:
+                given = f"rank {rank} on {other} has {found[section][name]!r}"
+                why = f"{given}, rank 0 on {host_0} has {settings_0[section][name]!r}"
+                raise UserError(f"{name}: {why}; start all ranks with the same command")
+    try:
+        sees = sees_folder_of_rank_0(absolute, ranks)[1]
+    except OSError as error:
+        where = f"{Path(error.filename or '').parent} takes no file ({error.strerror})"
+        raise UserError(f"output_dir: {where}; make room, or name another folder") from None
+    for rank, (other, is_seen) in enumerate(ranks.all_gather_objects((host, sees), "run folder")):
+        if not is_seen:
+            why = f"rank {rank} on {other} cannot see {absolute} of rank 0 on {host_0}"
+            raise UserError(f"output_dir: {why}; name a folder that all machines share")
+    return _in_folder(config, relative if ranks.is_main else absolute)
+
+
+def _in_folder(config: Config, folder: Path | None) -> Config:
+    run = config.run.model_copy(update={"output_dir": folder})
+    return config.model_copy(update={"run": run})
 
 
 def open_together(
     config: Config,
-    disk: Disk,
+    ranks: Ranks,
     tokenizer: Any,
     about: Mapping[str, Any],
     made_of: Mapping[str, str],
 ) -> tuple[Opened | None, Path | None]:
-    """Open the run folder on rank 0, and return the checkpoint to resume, as this rank sees it.
+    """Open the run folder on rank 0, and return the checkpoint to resume.
 
     A UserError on rank 0 is raised on every rank. On ranks above 0, the result has None for Opened.
     Raises UserError if the ranks have a `tokenizer` with different tokens, different facts `about`
     the domains, or are `made_of` different things.
     """
-    ranks = disk.ranks
     digest = sha256(str(sorted(tokenizer.get_vocab().items())).encode()).hexdigest()
     versions = f"python {platform.python_version()}, torch {torch.__version__}, code {code_hash()}"
     own_facts = {"about": json.dumps(about, sort_keys=True), **made_of}
@@ -67,7 +127,18 @@ def open_together(
     result = ranks.all_gather_objects(result, "run folder")[0]
     if isinstance(result, UserError):
         raise result
-    return opened, result and disk.folder / "checkpoints" / result
+    return opened, result and run_folder.folder_of(config) / "checkpoints" / result
+
+
+def refuse_other_weights(model: Any, ranks: Ranks) -> None:
+    """Raise UserError, on all ranks, if a machine has loaded another model than rank 0."""
+    hosts = ranks.all_gather_objects(platform.node(), "model")
+    if len(set(hosts)) == 1:
+        return
+    found = ranks.all_gather_objects(parameter_hash(model.named_parameters()), "model")
+    if rank := _other(found):
+        where = f"rank {rank} on {hosts[rank]} has other weights than rank 0 on {hosts[0]}"
+        raise UserError(f"model: {where}; give all the same files")
 
 
 def code_hash() -> str:
@@ -188,7 +259,9 @@ def base_of_adapters(model: Any, settings: ModelSettings, checkpointer: Checkpoi
 
     A base model that has no folder and no hub id is first saved in a folder.
     """
-    folder, name, ranks = checkpointer.folder, settings.model, checkpointer.disk.ranks
+    folder = checkpointer.folder
+    name = settings.model
+    ranks = checkpointer.ranks
     supervised = _supervised(checkpointer)
     if supervised is not None and not lora.is_adapter(supervised):  # of an earlier version
         return str(supervised.resolve())
@@ -197,7 +270,6 @@ def base_of_adapters(model: Any, settings: ModelSettings, checkpointer: Checkpoi
     if ranks.is_main and not (folder / "base").is_dir():
         checkpointer.write("base", model)
     ranks.barrier("base model")
-    checkpointer.disk.fetch("checkpoints/base")
     return str((folder / "base").resolve())
 
 
@@ -208,13 +280,13 @@ def folder_of_reference(
     finished = [stage for stage in stages if checkpointer.state.evaluated(stage.name)]
     if per_stage and finished:
         name = f"stage-{len(finished)}-{finished[-1].name}"
-        return _whole(checkpointer.disk.fetch(f"checkpoints/{name}"))
+        return _whole(checkpointer.folder / name)
     return _supervised(checkpointer)
 
 
 def _supervised(checkpointer: Checkpointer) -> Path | None:
     """Return the checkpoint of the last supervised training before GRPO, or None without one."""
-    paths = [checkpointer.disk.fetch(f"checkpoints/{name}") for name in ("rft", "warm-start")]
+    paths = [checkpointer.folder / name for name in ("rft", "warm-start")]
     return next((_whole(path) for path in paths if path.is_dir()), None)
 
 

@@ -8,7 +8,6 @@ from dataclasses import asdict, fields
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
-from typing import Any
 
 from pipeline.errors import UserError
 from pipeline.files.untrusted import reason_of
@@ -60,14 +59,6 @@ def sampled_turns(trajectory: Trajectory) -> list[tuple[list[int], list[float]]]
     tokens = zip(trajectory.loss_mask, trajectory.completion_ids, trajectory.logprobs, strict=True)
     turns = [zip(*of, strict=True) for sampled, of in groupby(tokens, itemgetter(0)) if sampled]
     return [(list(ids), list(logprobs)) for _, ids, logprobs in turns]
-
-
-def without_messages(transcripts: bytes) -> bytes:
-    """Return the content of a transcripts file without messages and tokens."""
-    empty: dict[str, Any] = {"messages": [], "ids": [], "logprobs": [], "customer": []}
-    lines = gzip.decompress(transcripts).splitlines()
-    short = (json.dumps(json.loads(line) | empty, ensure_ascii=False) for line in lines)
-    return gzip.compress("".join(f"{line}\n" for line in short).encode(), 1)
 
 
 def read_records(folder: Path, rank: int, num_ranks: int) -> list[RunRecord]:

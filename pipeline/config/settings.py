@@ -291,7 +291,6 @@ class RunSettings(Section):
     num_gpus: PositiveInt | None = field(None, "number of ranks; missing: as launched")
     seed: int = field(1, "seed of the model and of all sampling", ge=0, le=MAX_SEED)
     output_dir: Path | None = field(None, "run folder; missing: runs/<recipe>-<time>")
-    gather_trajectories: bool = field(True, "send them to rank 0 from machines without the folder")
     save_steps: NonNegativeInt = field(50, "steps between checkpoints; 0: at stage ends only")
     save_minutes: PositiveFloat | None = field(None, "minutes between additional checkpoints")
     save_total_limit: PositiveInt = field(2, "number of step checkpoints to keep")

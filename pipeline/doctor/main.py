@@ -20,7 +20,7 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
-from pipeline.checkpoints.disks import sees_disk_of_rank_0
+from pipeline.checkpoints.resume import sees_folder_of_rank_0
 from pipeline.config.settings import Config
 from pipeline.distributed.gradients import sum_gradients, sum_over_ranks
 from pipeline.distributed.ranks import Interrupted, Ranks
@@ -200,7 +200,7 @@ def judge_memory(values: list[Values]) -> Finding:
 
 def measure_folder(config: Config, _: Accelerator, ranks: Ranks) -> tuple[str, str, bool]:
     """Return this host, a folder of rank 0, and whether this rank sees what rank 0 writes there."""
-    return platform.node(), *sees_disk_of_rank_0(config.run.output_dir or Path("runs"), ranks)
+    return platform.node(), *sees_folder_of_rank_0(config.run.output_dir or Path("runs"), ranks)
 
 
 def judge_folder(values: list[tuple[str, str, bool]]) -> Finding:
@@ -208,8 +208,7 @@ def judge_folder(values: list[tuple[str, str, bool]]) -> Finding:
     for rank, (other, _, sees) in enumerate(values):
         if not sees:
             text = f"rank {rank} on {other} cannot see {folder} of rank 0 on {host}"
-            remedy = "a folder that all hosts share; else files of a run are copied between hosts"
-            return Finding("note", text, remedy)
+            return Finding("broken", text, "a folder that all hosts share as --output-dir")
     return Finding("ok", f"every rank sees the files that rank 0 writes in {folder} on {host}")
 
 

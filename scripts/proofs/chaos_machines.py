@@ -1,6 +1,6 @@
 """Faults of two machines, which are two network namespaces, for `chaos.py --machines 2`.
 
-One torchrun on each machine starts its ranks; the run folder is on a disk that both share. The
+One torchrun on each machine starts its ranks; both machines see the run folder. The
 faults are SIGKILL of a rank, of a launcher, or of all processes of a machine; a link that is down;
 and a machine whose processes all stop (SIGSTOP). The last two last longer than `--timeout`; then
 the link is up again, or the processes go on. Faults of a machine and of the link come when all

@@ -7,13 +7,11 @@ between machines; only the fabric is missing. The run folder is on a disk that b
 forms of launch are torchrun with a static and with a c10d rendezvous, `accelerate launch` with
 `accelerate_configs/multi_node.yaml`, and `train` with torchrun's variables PET_NNODES and so on, on
 2 machines x 1 rank and 2 x 2. With `--deterministic`, parameters, `metrics.jsonl` and transcripts
-must equal, bit by bit, those of one machine with as many ranks. So must those of machines
-without a shared disk: in one go; after both were killed, and all of machine 1's disk was removed;
-and with transcripts that stay on machine 1. The run is a short one; `--run "--deterministic
---report-to none"` plays the whole default recipe. Machines that cannot meet must end with one line
-each, within the deadline, with the launcher of `train` and without a launcher (as srun starts
-ranks): a port in use, a wrong address, a machine that never comes, a wrong network interface. The
-exit code is 1 if anything differs.
+must equal, bit by bit, those of one machine with as many ranks. The run is a short one;
+`--run "--deterministic --report-to none"` plays the whole default recipe. Machines that cannot meet
+must end with one line each, within the deadline, with the launcher of `train` and without a
+launcher (as srun starts ranks): a port in use, a wrong address, a machine that never comes, a wrong
+network interface. The exit code is 1 if anything differs.
 """
 
 from __future__ import annotations
@@ -22,14 +20,12 @@ import argparse
 import gzip
 import hashlib
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -42,7 +38,6 @@ RUN = "--deterministic --domains airline,retail --max-steps 4 --warm-start-steps
 RUN += "--tasks-per-step 4 --num-generations 4 --eval-tasks-per-domain 4 --eval-trials 1 "
 RUN += "--kl-probe-tasks 0 --validation-steps 0 --report-to none "
 RUN += "--no-drop-zero-std-groups --entropy-coef 0.05 "  # gradients in each step
-APART = ("in one go", "killed and resumed", "transcripts stay")  # without a shared disk
 ERRORS = {  # what differs on a machine: variables, None: not started; and what its line says
     "port in use": ("cannot listen on", None),
     "wrong address": ("1 of 2 ranks came to rank 0", "did not reach rank 0 at 192.0.2.1:"),
@@ -55,19 +50,15 @@ LINK = "net0"  # the name of the link in both namespaces
 
 
 class Machines:
-    """Two namespaces that are joined by a link, and a working folder for each.
+    """Two namespaces that are joined by a link, and a working folder for each."""
 
-    With `apart`, each machine finds its own folder, and no other's, at the path `disk`.
-    """
-
-    def __init__(self, folder: Path, apart: bool = False) -> None:
+    def __init__(self, folder: Path) -> None:
         tag = f"{os.getpid() % 10_000:04d}"
         self.names = [f"m{tag}-{number}" for number in range(2)]
         net = f"10.{77 + os.getpid() % 100}.{os.getpid() % 250}"
         self.addresses = [f"{net}.{number + 1}" for number in range(2)]
         self.started: list[subprocess.Popen[bytes]] = []
         self.folders = [folder / f"machine-{number}" for number in range(2)]
-        self.disk, self.apart = folder / "disk", apart
 
     def start(self, number: int, command: Sequence[str], log: Path) -> subprocess.Popen[bytes]:
         """Start a command on a machine; the machine's host name is the namespace's."""
@@ -75,8 +66,7 @@ class Machines:
         env |= {"GLOO_SOCKET_IFNAME": LINK, "PYTHONPATH": str(ROOT)}
         name = self.names[number]
         inside = ["ip", "netns", "exec", name, "unshare", "--uts"]
-        own = f"mount --bind {self.folders[number]} {self.disk} && cd {self.disk} && "
-        inside += ["sh", "-c", f'hostname "$0" && {own * self.apart}exec "$@"', name, *command]
+        inside += ["sh", "-c", 'hostname "$0" && exec "$@"', name, *command]
         with log.open("ab") as file:
             process = subprocess.Popen(
                 inside, cwd=self.folders[number], env=env, stdout=file, stderr=file
@@ -94,10 +84,9 @@ class Machines:
 
 
 @contextmanager
-def two_machines(folder: Path, apart: bool = False) -> Iterator[Machines]:
+def two_machines(folder: Path) -> Iterator[Machines]:
     """Make two namespaces, and take them and all their processes away. Needs root."""
-    machines = Machines(folder, apart)
-    machines.disk.mkdir(exist_ok=True)
+    machines = Machines(folder)
     try:
         for name, of in zip(machines.names, machines.folders, strict=True):
             of.mkdir(exist_ok=True)
@@ -177,7 +166,6 @@ def main(argv: Sequence[str]) -> int:
     )
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2], help="of each machine")
     parser.add_argument("--forms", nargs="*", default=list(FORMS), choices=FORMS)
-    parser.add_argument("--apart", nargs="*", default=list(APART), choices=APART)
     parser.add_argument("--errors", nargs="*", default=list(ERRORS), choices=ERRORS)
     parser.add_argument("--run", default=RUN, help="flags of the run; default: a short run")
     options = parser.parse_args(argv)
@@ -185,12 +173,11 @@ def main(argv: Sequence[str]) -> int:
         sys.exit("machines.py: needs root, which makes network namespaces; try: sudo")
     print("  ".join(f"{name} {value}" for name, value in machine().items()), flush=True)
     faults = 0
-    for per_machine in options.ranks if options.forms or options.apart else ():
+    for per_machine in options.ranks if options.forms else ():
         expected = one_machine(2 * per_machine, options.run)
-        cases = [(form, partial(on_two, form)) for form in options.forms]
-        cases += [(f"no shared disk, {case}", partial(apart, case)) for case in options.apart]
-        for name, play in cases:
-            begun, why = time.perf_counter(), play(per_machine, options.run, expected)
+        for name in options.forms:
+            begun = time.perf_counter()
+            why = on_two(name, per_machine, options.run, expected)
             seconds = time.perf_counter() - begun
             verdict = why or "equal bits"
             print(f"2 x {per_machine} ranks, {name:<42}{seconds:4.0f} s  {verdict}", flush=True)
@@ -224,53 +211,26 @@ def outputs(run: Path) -> dict[str, str]:
 
 
 def on_two(form: str, per_machine: int, flags: str, expected: dict[str, str]) -> str:
-    """Return what is wrong with a run on two machines that share a disk, or an empty text."""
+    """Return what is wrong with a run on two machines, or an empty text."""
     with tempfile.TemporaryDirectory(prefix="machines-") as name:
-        out = Path(name) / "out"
-        return _finish(form, per_machine, Path(name), str(out), flags) or _differing(out, expected)
-
-
-def apart(case: str, per_machine: int, flags: str, expected: dict[str, str]) -> str:
-    """Return what is wrong with a run on two machines without a shared disk, or an empty text."""
-    with tempfile.TemporaryDirectory(prefix="machines-") as name:
-        first, second = (Path(name) / f"machine-{number}" for number in range(2))
-        more, kept = flags, expected
-        if case == "killed and resumed":
-            if why := _killed(per_machine, Path(name), flags):
-                return why
-            shutil.rmtree(second)
-            more = f"{flags} --resume-from-checkpoint latest"
-        if case == "transcripts stay":
-            more = f"{flags} --no-gather-trajectories"
-            own = [f"rank-{per_machine + n}." for n in range(per_machine)]
-            kept = {what: of for what, of in expected.items() if not any(n in what for n in own)}
-        why = _finish("static", per_machine, Path(name), "out", more)
-        why = why or _differing(first / "out", kept)
-        if case != "transcripts stay":
-            return why or ", ".join(f"{path} is left" for path in second.glob("*"))
-        stayed = {what: of for what, of in expected.items() if what not in kept}
-        there = outputs(second / f"out.rank-{per_machine}")
-        return why or ("" if there.items() >= stayed.items() else "transcripts did not stay")
-
-
-def _differing(run: Path, expected: dict[str, str]) -> str:
-    found = outputs(run)
-    other = [what for what, of in expected.items() if found.get(what) != of]
-    return f"{', '.join(other)} differ from one machine's" if other else ""
-
-
-def _killed(per_machine: int, folder: Path, flags: str) -> str:
-    """Kill both machines after the first checkpoint; return what is wrong, or an empty text."""
-    saved = folder / "machine-0" / "out" / "checkpoints"
-    with two_machines(folder, apart=True) as machines:
-        commands = _commands("static", per_machine, machines, "out", flags)
-        for number in range(2):
-            machines.start(number, commands[number], folder / f"killed-{number}")
-        while not any(saved.glob("step-*[1-9]*")):
-            if any(process.poll() is not None for process in machines.started):
-                return (folder / "killed-0").read_text(errors="replace")[-2500:]
-            time.sleep(0.05)
-    return ""
+        folder = Path(name)
+        out = folder / "out"
+        run = [str(ROOT / "pipeline" / "run.py"), *flags.split()]
+        run += ["--num-gpus", str(2 * per_machine), "--output-dir", str(out)]
+        with two_machines(folder) as machines:
+            logs = [folder / f"log-{number}" for number in range(2)]
+            commands = launchers(form, machines, per_machine, run)
+            started = [machines.start(n, commands[n], logs[n]) for n in range(2)]
+            codes = [process.wait() for process in started]
+            left = sum(len(_processes_of(name)) for name in machines.names)
+        if any(codes):
+            said = [log.read_text(errors="replace")[-2500:] for log in logs]
+            return f"exit codes {codes}\n" + "\n".join(said)
+        if left:
+            return f"{left} processes are left"
+        found = outputs(out)
+        other = [what for what, of in expected.items() if found.get(what) != of]
+        return f"{', '.join(other)} differ from one machine's" if other else ""
 
 
 def error_of(name: str, of: str) -> tuple[str, float]:
@@ -306,32 +266,6 @@ def error_of(name: str, of: str) -> tuple[str, float]:
             if text and (len(lines) != 1 or text not in lines[0] or "Traceback" in said):
                 return f"exit codes {codes}\n{said[-2500:]}", seconds
     return "" if all(code in (1, 2) for code in codes) else f"exit codes {codes}", seconds
-
-
-def _commands(
-    form: str, per_machine: int, machines: Machines, out: str, flags: str
-) -> list[list[str]]:
-    run = [str(ROOT / "pipeline" / "run.py"), *flags.split(), "--num-gpus", str(2 * per_machine)]
-    return launchers(form, machines, per_machine, [*run, "--output-dir", out])
-
-
-def _finish(form: str, per_machine: int, folder: Path, out: str, flags: str) -> str:
-    """Run on two machines to the end; return what is wrong, or an empty text.
-
-    With a relative `out`, the machines share no disk.
-    """
-    with two_machines(folder, apart=out == "out") as machines:
-        logs = [folder / f"log-{number}" for number in range(2)]
-        commands = _commands(form, per_machine, machines, out, flags)
-        started = [machines.start(number, commands[number], logs[number]) for number in range(2)]
-        codes = [process.wait() for process in started]
-        left = sum(len(_processes_of(name)) for name in machines.names)
-    said = [log.read_text(errors="replace") for log in logs]
-    if any(codes):
-        return f"exit codes {codes}\n" + "\n".join(text[-2500:] for text in said)
-    if machines.apart != ("\ndisks: " in said[0]):
-        return "the line about disks is missing" if machines.apart else "the machines share no disk"
-    return f"{left} processes are left" if left else ""
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from pipeline.checkpoints import checkpoint
 from pipeline.checkpoints.checkpoint import Checkpointer, TrainState, load_optimizer, save
-from pipeline.checkpoints.disks import Disk
 from pipeline.checkpoints.manifest import newest_first, number_of, problem, prune, put_aside
 from pipeline.checkpoints.resume import origin_of_model, refuse_other_facts
 from pipeline.checkpoints.run_folder import find_checkpoint, read_state
@@ -595,7 +594,7 @@ def test_frozen_weights_are_hashed_once_and_what_is_trained_in_each_checkpoint(
     )
     frozen = [p for p in model.parameters() if not p.requires_grad]
     adapters = [p for p in model.parameters() if p.requires_grad]
-    checkpointer = Checkpointer(Disk(tmp_path, ranks), RunSettings(), TrainState(), tokenizer())
+    checkpointer = Checkpointer(tmp_path, ranks, RunSettings(), TrainState(), tokenizer())
     (tmp_path / ".lock").touch()
     read = []
     for step in range(3):

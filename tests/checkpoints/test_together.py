@@ -2,19 +2,19 @@
 
 import os
 import platform
-from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from pipeline.checkpoints import resume
-from pipeline.checkpoints.disks import Disk
 from pipeline.config.cli import parse
 from pipeline.distributed.ranks import Ranks
 from pipeline.errors import UserError
 from scripts.proofs.ranks import play_ranks
 
-HOST = platform.node()
+FLAGS = ["--output-dir", "run", "--report-to", "none"]
+KEPT = {"python_version": platform.python_version}
 
 
 class Tokenizer:
@@ -34,14 +34,19 @@ def _opened(folder: str, differing: str) -> str:
     about = {"airline": {"sha256": has if differing == "about" else "same"}}
     made_of = {"training tasks of airline": has if differing == "tasks" else "same"}
     ranks = Ranks(rank, 2, 60)
-    config = parse(["--output-dir", "run", "--report-to", "none"])
-    disk = Disk(Path("run").absolute(), ranks)
-    disk.hosts = ("one", "two")
+    config = parse(FLAGS)
+    resume.platform = SimpleNamespace(node=lambda: "two" if rank else "one", **KEPT)
+    resume.LATE_S = 0.0
+    if differing == "folder":
+        resume.os.path.exists = lambda path: rank == 0
+    if differing == "setting" and rank:
+        config = parse([*FLAGS, "--learning-rate", "1"])
     try:
-        resume.open_together(config, disk, Tokenizer(), about, made_of)
+        config = resume.share_folder(config, ranks)
+        resume.open_together(config, ranks, Tokenizer(), about, made_of)
         weights = torch.full((2, 2), float(rank if differing == "model" else 0))
         model = torch.nn.ParameterDict({"weight": weights})
-        disk.refuse_other_weights(model)
+        resume.refuse_other_weights(model, ranks)
     except UserError as error:
         return str(error)
     return "opened"
@@ -51,17 +56,31 @@ def _opened(folder: str, differing: str) -> str:
     ("differing", "lines"),
     [
         ("nothing", ["opened"]),
-        ("about", [f"about: rank 1 on {HOST} has others than rank 0 on {HOST}; give all the same"]),
+        ("about", ["about: rank 1 on two has others than rank 0 on one; give all the same"]),
         (
             "tasks",
-            [f"training tasks of airline: rank 1 on {HOST} has others than rank 0 on {HOST}; "],
+            ["training tasks of airline: rank 1 on two has others than rank 0 on one; "],
         ),
         ("model", ["model: rank 1 on two has other weights than rank 0 on one; give all the same"]),
         (
+            "folder",
+            [
+                "output_dir: rank 1 on two cannot see /",
+                "/run of rank 0 on one; name a folder that all machines share",
+            ],
+        ),
+        (
+            "setting",
+            [
+                "learning_rate: rank 1 on two has 1.0, rank 0 on one has 0.0004; start all ranks "
+                "with the same command"
+            ],
+        ),
+        (
             "versions",
             [
-                f"versions: rank 1 on {HOST} has python {platform.python_version()}, torch ",
-                f"code versions of 1, rank 0 on {HOST} has ",
+                f"versions: rank 1 on two has python {platform.python_version()}, torch ",
+                "code versions of 1, rank 0 on one has ",
             ],
         ),
     ],

@@ -205,11 +205,11 @@ def test_a_fault_of_a_rank_is_a_broken_line_with_what_to_try(fault):
     assert "try: " in text
 
 
-def test_a_machine_that_does_not_see_the_disk_of_rank_0_is_named():
+def test_a_machine_that_does_not_see_the_folder_of_rank_0_is_named():
     finding = judge_folder([("one", "/runs", True), ("two", "/runs", False)])
-    assert finding.status == "note"
+    assert finding.status == "broken"
     assert finding.text == "rank 1 on two cannot see /runs of rank 0 on one"
-    assert finding.remedy.endswith("; else files of a run are copied between hosts")
+    assert finding.remedy == "a folder that all hosts share as --output-dir"
 
 
 def hang(stderr, stdout):

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from pipeline.checkpoints.checkpoint import Checkpointer, TrainState
-from pipeline.checkpoints.disks import Disk
 from pipeline.checkpoints.run_folder import read_state
 from pipeline.config.cli import parse
 from pipeline.config.settings import RunSettings
@@ -82,10 +81,10 @@ def test_a_best_checkpoint_that_is_gone_is_told_and_forgotten(tmp_path, capsys):
     ranks = Ranks(0, 1, 60)
     best = tmp_path / "checkpoints" / "step-000004"
     best.mkdir(parents=True)
-    Checkpointer(Disk(tmp_path, ranks), RunSettings(), state, None)
+    Checkpointer(tmp_path, ranks, RunSettings(), state, None)
     assert state.best["step"] == 4 and not capsys.readouterr().out
     best.rmdir()
-    Checkpointer(Disk(tmp_path, ranks), RunSettings(), state, None)
+    Checkpointer(tmp_path, ranks, RunSettings(), state, None)
     assert state.best == {}
     says(capsys.readouterr().out, "keep_best", "step-000004 is gone")
 

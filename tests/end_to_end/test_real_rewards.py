@@ -244,4 +244,3 @@ class Finished(train.Training):
         self.parts = parts  # type: ignore[assignment]
         self.policy = SimpleNamespace(updater=None)  # type: ignore[assignment]
         self.checkpointer = SimpleNamespace(wall_s=1.0)  # type: ignore[assignment]
-        self.disk = SimpleNamespace(close=lambda: ranks.barrier("end"))  # type: ignore[assignment]

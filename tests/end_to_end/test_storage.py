@@ -13,7 +13,6 @@ import torch
 from safetensors import SafetensorError
 
 from pipeline.checkpoints.checkpoint import Checkpointer, TrainState
-from pipeline.checkpoints.disks import Disk
 from pipeline.config.settings import RunSettings
 from pipeline.distributed.ranks import Ranks
 from pipeline.run import main
@@ -93,7 +92,7 @@ def test_a_disk_that_is_full_at_the_start_is_one_line(tmp_path):
 def fault_of(error: BaseException, folder: Path):
     """The fault of the machine that a run on one rank would report."""
     ranks = Ranks(0, 1, 60)
-    checkpointer = Checkpointer(Disk(folder, ranks), RunSettings(), TrainState(), None)
+    checkpointer = Checkpointer(folder, ranks, RunSettings(), TrainState(), None)
     return checkpointer.machine_fault(error)
 
 
