@@ -180,8 +180,7 @@ def refuse_other_facts(state: SavedState, about: Mapping[str, Any], override: bo
     saved: Mapping[str, Any] = state.get("about", about)
     for name in {**saved, **about} if not override else ():
         was, now = saved.get(name, {}), about.get(name, {})
-        # A later version may know more facts.
-        if changed := [key for key in was or now if was.get(key) != now.get(key)]:
+        if changed := [key for key in {**was, **now} if was.get(key) != now.get(key)]:
             given = f"{changed[0]} was {was.get(changed[0])} and is {now.get(changed[0])}"
             raise UserError(f"about: {name}: {given}; restore the data, or give --override")
 
@@ -199,7 +198,7 @@ def refuse_other_origin(
 ) -> list[str]:
     """Raise UserError if a run is not made of what its checkpoint `name` was made of.
 
-    With `override`, return a note instead. What an older version did not store may be anything.
+    With `override`, return a note instead. What the checkpoint does not name may be anything.
     """
     saved = state.get("made_of", {})
     changed = [what for what, found in made_of.items() if saved.get(what, found) != found]
@@ -262,9 +261,6 @@ def base_of_adapters(model: Any, settings: ModelSettings, checkpointer: Checkpoi
     folder = checkpointer.folder
     name = settings.model
     ranks = checkpointer.ranks
-    supervised = _supervised(checkpointer)
-    if supervised is not None and not lora.is_adapter(supervised):  # of an earlier version
-        return str(supervised.resolve())
     if name != "tiny" and not lora.is_adapter(name):
         return str(Path(name).resolve()) if Path(name).is_dir() else name
     if ranks.is_main and not (folder / "base").is_dir():

@@ -26,7 +26,7 @@ HARMLESS |= {"customer_url", "customer_key", "max_customer_calls", "max_customer
 HARMLESS |= {"start_report_tasks", *(name for _, name in SETTINGS if "agent_" in name)}
 HARMLESS |= {name for section, name in SETTINGS if section in ("run", "tracking")}
 HARMLESS -= {"seed", "deterministic"}
-FORMAT = 1  # version of state.json's format; increased when older code would misread new files
+FORMAT = 1  # version of a checkpoint's format, which changes with any field or setting in it
 
 FULL = (errno.ENOSPC, errno.EDQUOT)  # error numbers of a full disk and of a full quota
 
@@ -163,12 +163,12 @@ def find_checkpoint(folder: Path, name: str) -> tuple[Path | None, list[str]]:
 
 
 def read_state(checkpoint: Path) -> dict[str, Any]:
-    """Return the content of state.json. Raises UserError for a format above FORMAT."""
+    """Return the content of state.json. Raises UserError for a format other than FORMAT."""
     state: dict[str, Any] = json.loads((checkpoint / "state.json").read_text(encoding="utf-8"))
-    if (number := state.get("format", 1)) > FORMAT:
-        why = f"{checkpoint.name} has format {number}, and this version reads up to {FORMAT}"
-        raise UserError(f"resume_from_checkpoint: {why}; resume it with a newer version")
-    return {"config": {}, **state}
+    if (number := state.get("format")) != FORMAT:
+        why = f"got {checkpoint.name} with format {number}, but this version reads {FORMAT}"
+        raise UserError(f"checkpoint: {why}; use the version of the package that wrote it")
+    return state
 
 
 def open_folder(config: Config) -> Opened:
@@ -228,13 +228,11 @@ def drop_newer(folder: Path, step: int, evaluated: set[str]) -> None:
 
 def refuse_changes(config: Config, old: dict[str, Any], name: str) -> list[str]:
     """Raise UserError if a changed setting affects results; with `override`, return a note."""
-    new, defaults = config.model_dump(mode="json"), Config().model_dump(mode="json")
+    new = config.model_dump(mode="json")
     changes = []
     for section, setting in SETTINGS:
-        before = old.get(section, {}).get(setting, defaults[section][setting])
+        before = old.get(section, {}).get(setting)
         now = new[section][setting]
-        if before is None and setting.endswith("learning_rate"):
-            continue  # a version that did not store what it chose
         if before != now and setting not in HARMLESS:
             changes.append(f"{setting} {json.dumps(before)} -> {json.dumps(now)}")
     if not changes:

@@ -87,6 +87,20 @@ def test_the_state_comes_back_as_it_was(tmp_path):
     assert not again.evaluated("airline")
 
 
+def test_a_checkpoint_of_another_format_is_refused_in_one_line(tmp_path):
+    path = save_plain(tmp_path, "step-000050")
+    state = json.loads((path / "state.json").read_text())
+    assert state["format"] == 1
+    for changed, given in (({**state, "format": 2}, "2"), ({"step": 50}, "None")):
+        (path / "state.json").write_text(json.dumps(changed))
+        with pytest.raises(UserError) as refused:
+            read_state(path)
+        assert str(refused.value) == (
+            f"checkpoint: got step-000050 with format {given}, but this version reads 1; "
+            "use the version of the package that wrote it"
+        )
+
+
 def test_training_goes_on_exactly_as_without_the_checkpoint(tmp_path):
     model = small_model()
     optimizer = adamw(model)
@@ -346,12 +360,11 @@ def test_a_run_goes_on_with_the_facts_of_its_domains_alone():
     began = {"about": {"bank": {"commit": "a", "tasks": 3}}}
     refuse_other_facts({}, {"bank": {"commit": "b"}}, override=False)  # nothing was saved
     refuse_other_facts(began, began["about"], override=False)
-    later = {"bank": {**began["about"]["bank"], "user_mode": "none"}}  # a new version's fact
-    refuse_other_facts(began, later, override=False)
     refuse_other_facts(began, {"bank": {"commit": "b"}}, override=True)
     for other, words in (
         ({"bank": {"commit": "b", "tasks": 3}}, "bank: commit was a and is b; restore the data"),
         ({}, "bank: commit was a and is None"),
+        ({"bank": {**began["about"]["bank"], "mode": "x"}}, "bank: mode was None and is x"),
         ({**began["about"], "shop": {"commit": "c"}}, "shop: commit was None and is c"),
     ):
         with pytest.raises(UserError, match=words):

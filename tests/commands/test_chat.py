@@ -17,6 +17,7 @@ from pipeline.embedded.retail import RetailEnvironment, generate_tasks
 from pipeline.environments.tools import run_here, started
 from pipeline.rollout.rollout import RolloutRequest
 from pipeline.rollout.trajectory import StopReason
+from tests.support import SMALL_RUN
 from tests.support.endpoint import serving
 from tests.support.helpers import (
     ScriptedSampler,
@@ -28,8 +29,6 @@ from tests.support.helpers import (
 )
 from tests.support.messages import refusal, says
 
-V1 = Path(__file__).parents[1] / "checkpoints" / "v1"
-
 
 @pytest.fixture
 def run(tmp_path, monkeypatch):
@@ -37,7 +36,7 @@ def run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))  # which gets the current folder
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
-    shutil.copytree(V1, "run")
+    shutil.copytree(SMALL_RUN, "run")
     asked = [[{"role": "user", "content": f"{n} + 1"}] for n in range(20)]
     rows = [{"prompt": prompt, "answer": "20"} for prompt in asked]
     Path("sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from pathlib import Path
 
 import pytest
 
@@ -15,12 +14,12 @@ from pipeline.evaluation.evaluate import mean_success
 from pipeline.export.checkpoint import open_checkpoint
 from scripts.proofs.ranks import play_ranks
 from scripts.proofs.runs import Unreported
-from tests.support import warm
+from tests.support import SMALL_RUN, warm
 from tests.support.messages import refusal, says
 
 pytestmark = pytest.mark.whole_run
 
-V1 = Path(__file__).parents[1] / "checkpoints" / "v1" / "checkpoints" / "step-000001"
+MODEL = SMALL_RUN / "checkpoints" / "step-000001"
 REWARDS = '''
 import os
 from pathlib import Path
@@ -47,7 +46,7 @@ FLAGS = [
 
 def test_the_best_checkpoint_survives_a_kill_and_later_checkpoints(tmp_path):
     unlike = shutil.ignore_patterns("optimizer.pt", "state.json", "manifest.json")
-    shutil.copytree(V1, tmp_path / "model", ignore=unlike)
+    shutil.copytree(MODEL, tmp_path / "model", ignore=unlike)
     # Rows without copies are drawn for validations first: 50 to 57.
     numbers = [*range(50), *range(58)]
     for name, prompts in {
@@ -99,4 +98,4 @@ def test_the_mean_over_domains_needs_every_domain():
 def test_without_validations_or_a_best_checkpoint_it_is_refused():
     line = refusal(parse, ["--keep-best", "--validation-steps", "0"])
     says(line, "keep_best", "validation_steps more than 0")
-    says(refusal(open_checkpoint, V1.parents[1], "best"), "'best'", "train with --keep-best")
+    says(refusal(open_checkpoint, SMALL_RUN, "best"), "'best'", "train with --keep-best")

@@ -165,6 +165,6 @@ def test_runs_on_other_tasks_under_equal_ids_are_not_compared():
         "made_of": {f"{HELD_OUT}shop": "1", "training tasks of shop": "1"},
     }
     other = {**run, "made_of": {f"{HELD_OUT}shop": "1", "training tasks of shop": "2"}}
-    Runs([run, other, {**run, "made_of": {}}])  # a run of an earlier version has no hashes
+    Runs([run, other, {**run, "made_of": {}}])
     with pytest.raises(UserError, match="runs with other held-out tasks of shop cannot"):
         Runs([run, {**run, "made_of": {f"{HELD_OUT}shop": "2"}}])

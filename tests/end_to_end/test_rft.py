@@ -13,12 +13,13 @@ from pipeline.rollout.trajectory import StopReason, Trajectory
 from pipeline.sft import IGNORED
 from pipeline.tracking.run_files import transcripts_in
 from tests.end_to_end.test_train import jsonl
+from tests.support import SMALL_RUN
 from tests.support.messages import says
 from tests.support.warm import play
 
 pytestmark = pytest.mark.whole_run
 
-V1 = Path(__file__).parents[1] / "checkpoints" / "v1" / "checkpoints" / "step-000001"
+MODEL = SMALL_RUN / "checkpoints" / "step-000001"
 
 
 def episode(task: str, trial: int, sampled: list[int], reward: float = 1.0, left_out: str = ""):
@@ -100,7 +101,7 @@ def test_ranks_and_a_kill_between_rounds_change_nothing(tmp_path: Path) -> None:
     """With a KL reference, which a resumed run reads from the checkpoint of the last round."""
     for name in ("whole", "killed"):
         unlike = shutil.ignore_patterns("optimizer.pt", "state.json", "manifest.json")
-        shutil.copytree(V1, tmp_path / name / "model", ignore=unlike)
+        shutil.copytree(MODEL, tmp_path / name / "model", ignore=unlike)
         rows = (json.dumps({"prompt": f"{n} +"}) + "\n" for n in range(20))
         (tmp_path / name / "sums.jsonl").write_text("".join(rows))
         (tmp_path / name / "rewards.py").write_text(REWARDS)

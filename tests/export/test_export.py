@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from pipeline.checkpoints.checkpoint import save
 from pipeline.checkpoints.manifest import write_manifest
+from pipeline.checkpoints.run_folder import FORMAT
 from pipeline.commands.export import main
 from pipeline.config.cli import parse
 from pipeline.config.recipe import dump, load_recipe
@@ -24,19 +25,21 @@ from pipeline.models.loading import load_folder
 from pipeline.report.page import render
 from pipeline.report.tables import data_of
 from pipeline.tracking.run_files import load_run
+from tests.support import SMALL_RUN
 from tests.support.messages import refusal, says
 from tests.support.report_runs import make_run
 
-V1 = Path(__file__).parents[1] / "checkpoints" / "v1"
-STEP = V1 / "checkpoints" / "step-000001"
+STEP = SMALL_RUN / "checkpoints" / "step-000001"
 
 
 def run_with(at: Path, step: int, state: Any = None, **settings) -> Path:
-    """A run of two stages of ten steps, with the weights of `v1` as the checkpoint of a step."""
+    """A run of two stages of ten steps; its checkpoint has the weights of the small run."""
     run = make_run(at, ["airline", "retail"], settings=settings)
     checkpoint = run / "checkpoints" / f"step-{step:06d}"
     shutil.copytree(STEP, checkpoint)
-    (checkpoint / "state.json").write_text(json.dumps({"step": step, **(state or {})}))
+    (checkpoint / "state.json").write_text(
+        json.dumps({"format": FORMAT, "step": step, **(state or {})})
+    )
     (checkpoint / "manifest.json").unlink()
     write_manifest(checkpoint, 1)
     return run
@@ -49,7 +52,7 @@ def text_of(run: Path, out: Path, *flags: str) -> str:
 
 def test_an_exported_folder_is_loaded_with_the_weights_of_the_checkpoint(tmp_path, capsys):
     out = tmp_path / "deep" / "out"
-    assert main([str(V1), str(out)]) == 0
+    assert main([str(SMALL_RUN), str(out)]) == 0
     assert "checkpoint step-000001 (step 1)" in capsys.readouterr().out
     assert {path.name for path in out.iterdir()} == {
         *("README.md", "chat_template.jinja", "config.json", "generation_config.json"),

@@ -15,7 +15,7 @@ from pipeline.config.rules import left_out
 from pipeline.errors import RunError
 from pipeline.export.hub import push_after_training
 from pipeline.preflight.prepare import prepare
-from tests.export.test_export import V1
+from tests.support import SMALL_RUN
 from tests.support.hub import hub_stand_in
 from tests.support.messages import refusal, says
 
@@ -40,7 +40,7 @@ def test_the_command_uploads_exactly_the_folder_that_it_wrote(tmp_path):
     with hub_stand_in() as hub:
         hub.files = {"notes.txt": b"mine", "adapter_config.json": b"of an earlier upload"}
         own = {"HF_HUB_OFFLINE": "0", "HF_ENDPOINT": hub.url, "HF_HUB_DISABLE_XET": "1"}
-        words = ["export", str(V1), str(out), "--push-to-hub", "me/desk", "--private"]
+        words = ["export", str(SMALL_RUN), str(out), "--push-to-hub", "me/desk", "--private"]
         done = subprocess.run(
             [sys.executable, "-m", "pipeline", *words],
             env={**os.environ, **own, "HF_HOME": str(tmp_path / "home")},
@@ -65,30 +65,30 @@ def test_an_upload_that_fails_names_the_command_that_tries_again(tmp_path, monke
     monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", nobody)
     out = tmp_path / "out"
     with pytest.raises(RunError) as caught:
-        main([str(V1), str(out), "--push-to-hub", "me/desk"])
+        main([str(SMALL_RUN), str(out), "--push-to-hub", "me/desk"])
     says(str(caught.value), "push_to_hub", "is whole", f"`hf upload me/desk {out}` tries again")
     assert (out / "model.safetensors").is_file()
     flags = {"push_to_hub": True, "hub_model_id": "me/desk", "hub_private_repo": True}
-    config = load_recipe(V1 / "config.yaml")
+    config = load_recipe(SMALL_RUN / "config.yaml")
     config = config.model_copy(update={"run": config.run.model_copy(update=flags)})
     capsys.readouterr()
-    push_after_training(V1, config)
+    push_after_training(SMALL_RUN, config)
     (line,) = capsys.readouterr().out.splitlines()
     says(line, "warning: push_to_hub", "what was trained is whole")
     assert line.endswith(
-        f"; python -m pipeline export {V1} OUT --checkpoint latest --push-to-hub me/desk "
+        f"; python -m pipeline export {SMALL_RUN} OUT --checkpoint latest --push-to-hub me/desk "
         "--private tries again"
     )
 
 
 def test_training_uploads_its_checkpoint(monkeypatch, capsys):
-    config = load_recipe(V1 / "config.yaml")
+    config = load_recipe(SMALL_RUN / "config.yaml")
     run = config.run.model_copy(update={"push_to_hub": True, "hub_model_id": "desk"})
     with hub_stand_in() as hub:
         monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", hub.url)
-        push_after_training(V1, config.model_copy(update={"run": run}))
+        push_after_training(SMALL_RUN, config.model_copy(update={"run": run}))
     assert f"uploaded step-000001: {hub.url}/me/desk/commit/1" in capsys.readouterr().out
-    weights = V1 / "checkpoints" / "step-000001" / "model.safetensors"
+    weights = SMALL_RUN / "checkpoints" / "step-000001" / "model.safetensors"
     assert hub.files["model.safetensors"] == weights.read_bytes()
     assert "optimizer.pt" not in hub.files and "state.json" not in hub.files
 
