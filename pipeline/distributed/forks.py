@@ -48,11 +48,10 @@ def end_child(error: BaseException | None = None) -> NoReturn:
 
 
 def end_with_the_parent() -> None:
-    """Make the kernel kill this process when the thread that started it ends (Linux only)."""
-    if sys.platform == "linux":
-        import ctypes
+    """Make the kernel kill this process when the thread that started it ends."""
+    import ctypes
 
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
 def _before() -> None:

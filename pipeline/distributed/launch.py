@@ -8,10 +8,8 @@ which it is. Without a GPU, or with ACCELERATE_USE_CPU=true, the ranks run on CP
 
 import logging
 import os
-import re
 import signal
 import sys
-from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Literal, NamedTuple
@@ -29,7 +27,6 @@ CONFIGS = shipped("accelerate_configs")
 OF_ONE_RANK = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK"}
 OF_ONE_RANK |= {"GROUP_WORLD_SIZE", "ROLE_NAME", "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
 OF_ONE_RANK |= {"KMP_AFFINITY"}
-SIZES_OF_MPI = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")
 STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 SHUTDOWN_TIMEOUT_S = 20  # time from SIGTERM to SIGKILL; many schedulers send SIGKILL after 30 s
 
@@ -56,7 +53,6 @@ def resolve(num_gpus: int | None) -> World:
         )
     if num_launched == 1:
         _refuse_lost_processes(num_gpus)
-        _refuse_other_number(num_gpus)
     num_machines = _num_machines(num_ranks) if num_launched == 1 else 1
     on_cpu = os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes", "on")
     num_visible = 0 if on_cpu else visible_gpus()
@@ -172,12 +168,6 @@ def _with_ranks(num_ranks: int) -> str:
 
 
 def _num_launched() -> int:
-    size = max(_integer(name, 1) for name in SIZES_OF_MPI)
-    if size > 1 and "WORLD_SIZE" not in os.environ:
-        raise UserError(
-            f"MPI started {size} processes, which is not supported; "
-            f"start the ranks with: {_with_ranks(size)}"
-        )
     size = _integer("WORLD_SIZE", 1)
     needed = ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
     missing = [name for name in needed if name not in os.environ]
@@ -201,27 +191,6 @@ def _refuse_lost_processes(num_gpus: int | None) -> None:
         )
 
 
-def _refuse_other_number(num_gpus: int | None) -> None:
-    """Raise UserError if `accelerate launch` started one process and was asked for another number.
-
-    Accelerate does not pass on the number of processes, so it is read from Accelerate's command.
-    """
-    if num_gpus is None or "ACCELERATE_DYNAMO_BACKEND" not in os.environ:
-        return
-    with importing():
-        import psutil
-
-    command: list[str] = []
-    with suppress(psutil.Error):  # without the command, any number of ranks is started
-        command = psutil.Process(os.getppid()).cmdline()
-    asked = re.search(r"--num[_-]processes[ =](\d+)", " ".join(command))
-    if asked and int(asked[1]) not in (1, num_gpus):
-        raise UserError(
-            f"--num-gpus: got {num_gpus}, but accelerate launch was asked for {asked[1]} "
-            f"processes; give --num-gpus {asked[1]}, or use: {_with_ranks(num_gpus)}"
-        )
-
-
 def _integer(name: str, default: int) -> int:
     text = os.environ.get(name, "")
     try:
@@ -242,8 +211,7 @@ def _set_environment(world: World, log_dir: str) -> None:
     environ.setdefault("PET_SIGNALS_TO_HANDLE", ",".join(handled))
     if world.device_type == "cpu":
         environ["ACCELERATE_USE_CPU"] = "true"
-        has_affinity = hasattr(os, "sched_getaffinity")  # missing on macOS
-        num_cores = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
+        num_cores = len(os.sched_getaffinity(0))
         environ.setdefault(
             "OMP_NUM_THREADS", str(max(1, num_cores * world.num_machines // world.num_ranks))
         )

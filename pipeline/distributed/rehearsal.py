@@ -87,8 +87,7 @@ def _limit() -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     signal.setitimer(signal.ITIMER_PROF, MAX_CPU_S)
-    if sys.platform == "linux":  # macOS has no such limit of memory
-        pages = int(Path("/proc/self/statm").read_text().split()[0])
-        most = pages * resource.getpagesize() + MAX_BYTES
-        with suppress(ValueError):  # the machine's own limit is lower
-            resource.setrlimit(resource.RLIMIT_AS, (most, most))
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    most = pages * resource.getpagesize() + MAX_BYTES
+    with suppress(ValueError):  # the machine's own limit is lower
+        resource.setrlimit(resource.RLIMIT_AS, (most, most))

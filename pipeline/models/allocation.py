@@ -50,5 +50,5 @@ def keep_freed_memory(model: torch.nn.Module) -> None:
 
 
 def _glibc(function: str, *arguments: int) -> None:
-    with suppress(AttributeError, OSError, TypeError):  # other libraries have no such function
+    with suppress(AttributeError):  # musl has no such function
         getattr(ctypes.CDLL(None), function)(*arguments)

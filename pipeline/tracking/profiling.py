@@ -3,7 +3,6 @@
 import os
 import platform
 import resource
-import sys
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -57,8 +56,7 @@ class Meter:
         spent["sample_flops"] = self._work.of_sampling(spent["sample_tokens"], sampled, length)
         spent["update_flops"] = self._work.of_update(*trained, length)
         spent |= {"sampled": sampled, "episodes": len(trajectories)}
-        unit = 1 if sys.platform == "darwin" else 1024  # bytes in a unit of ru_maxrss
-        memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+        memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         memory = torch.cuda.max_memory_allocated() if self._on_gpu else memory
         of_ranks = self._ranks.all_gather_numbers([*spent.values(), memory / 1e6])
         *columns, memories = zip(*of_ranks, strict=True)

@@ -940,7 +940,6 @@ WORLD = [
         ("--num-gpus", "got 3", "give --num-gpus 2"),
     ),
     ("no number of ranks", {"WORLD_SIZE": "two"}, [], ("WORLD_SIZE", "'two'")),
-    ("processes of MPI", {"OMPI_COMM_WORLD_SIZE": "4"}, [], ("MPI", "4 processes", "--num-gpus")),
     ("no rank", {}, ["--num-gpus", "0"], ("--num-gpus", "got 0", "greater than 0")),
 ]
 
