@@ -55,7 +55,7 @@ VARIABLES = {  # environment variables besides those of run_ddp.sh
     "`HF_HUB_OFFLINE=1`": "use only models and datasets that are already on this machine",
     "`OPENAI_API_KEY`": "the key for customer_url and agent_url; or name another in customer_key",
     "`WANDB_API_KEY`": "the key for W&B; without a key, nothing is sent",
-    "`WANDB_MODE=offline`": "W&B's own offline folders",
+    "`WANDB_MODE`": "`online` after `wandb login`; `offline`: W&B's own offline folders",
 }
 
 

@@ -14,7 +14,7 @@ from pipeline.files.console import say
 from pipeline.files.layout import METRICS, RUN_SETTINGS
 from pipeline.files.untrusted import reason_of
 from pipeline.tracking.run_files import read_metrics
-from pipeline.tracking.wandb import WandbFeed, has_wandb_key
+from pipeline.tracking.wandb import WandbFeed
 
 
 def exit_code_of(command: Callable[[], None]) -> int:
@@ -35,8 +35,6 @@ def send(*arguments: str) -> None:
     folder = Path(*arguments)
     if len(arguments) != 1 or not (folder / METRICS).is_file():
         raise UserError(f"RUN_FOLDER: {folder} holds no run; give one run folder")
-    if not has_wandb_key():
-        raise UserError("W&B: no API key; run `wandb login`, or set WANDB_API_KEY")
     os.environ["WANDB_MODE"] = "online"
     with (folder / ".lock").open("a", encoding="utf-8") as lock:
         try:

@@ -8,7 +8,6 @@ import torch, and imports the package of a tracker only if the settings name the
 import importlib
 import importlib.util
 import json
-import os
 import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
@@ -70,7 +69,7 @@ def check_trackers(config: Config, by_import: bool = True) -> None:
 
 def _is_fed(package: str) -> bool:
     """Return whether a tracker gets the numbers: W&B needs a key, or a mode."""
-    return package != "wandb" or "WANDB_MODE" in os.environ or feed.has_wandb_key()
+    return package != "wandb" or feed.is_wanted()
 
 
 class RunLog(AbstractContextManager["RunLog"]):
@@ -101,13 +100,11 @@ class RunLog(AbstractContextManager["RunLog"]):
         sync(folder)
         if state is None:
             (folder / feed.ID_FILE).unlink(missing_ok=True)
-        elif state.get("tracker_run_id") and feed.known_id(folder) is None:
-            feed.remember_id(folder, state["tracker_run_id"])
         for package in config.tracking.report_to:
             if not _is_fed(package):
                 say(
-                    "W&B: no API key, so nothing is sent; once there is one, "
-                    f"bash scripts/wandb_sync.sh {folder} sends this run"
+                    "W&B: no WANDB_API_KEY, so nothing is sent (after `wandb login`, set "
+                    f"WANDB_MODE=online); bash scripts/wandb_sync.sh {folder} sends this run later"
                 )
                 continue
             tracker = WandbFeed if package == "wandb" else TensorBoard
@@ -118,10 +115,6 @@ class RunLog(AbstractContextManager["RunLog"]):
                     raise
                 _warn(tracker, error)
 
-    @property
-    def tracker_run_id(self) -> str | None:
-        return feed.known_id(self._folder)
-
     def metrics(self, line: Line) -> None:
         """Append a line of numbers that the seed determines."""
         self._write(METRICS, line)
@@ -131,11 +124,10 @@ class RunLog(AbstractContextManager["RunLog"]):
         self._write(TIMINGS, {**line, "time": time.time()})
 
     def state_dict(self) -> dict[str, Any]:
-        """Write the files to the disk; returns the sizes of the files and the id of the W&B run."""
+        """Write the files to the disk; returns the sizes of the files."""
         for file in self._files.values():
             file.sync()
-        sizes = {name: file.size for name, file in self._files.items()}
-        return {"sizes": sizes, "tracker_run_id": self.tracker_run_id}
+        return {"sizes": {name: file.size for name, file in self._files.items()}}
 
     def close(self, failed: bool = False) -> None:
         """Finish the trackers and close the files; a second call does nothing."""

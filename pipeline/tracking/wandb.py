@@ -8,15 +8,13 @@ import json
 import os
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
-from functools import partial
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from queue import SimpleQueue
 from typing import Any
 
 import psutil
-from requests.utils import get_netrc_auth
 
 from pipeline.config.settings import Config
 from pipeline.errors import UserError
@@ -25,8 +23,7 @@ from pipeline.files.durable import write_text
 from pipeline.files.untrusted import masked, masked_tree, reason_of
 from pipeline.tracking.run_files import COLUMNS, episode_rows, final_numbers
 
-FINISH_S = 20.0  # timeout, in seconds, of the last upload
-FAILED_S = 5.0  # shorter timeout after a failure, because other ranks wait
+FINISH_S = 20.0  # timeout, in seconds, of a call and of the last upload
 ID_FILE = Path("wandb", "run-id")  # path in the run folder
 ADVICE = "the run folder has them"
 FILES = ("report.html", "report.md", "results.json", "curriculum.json", "config.yaml")
@@ -39,10 +36,10 @@ def numbers(line: Line) -> dict[str, float]:
 
 
 class WandbFeed:
-    """A run in W&B. A thread sends the rows, so that training never waits for W&B.
+    """A run in W&B.
 
     `metrics` and `timings` are the lines in the files; the lines that W&B lacks are sent. Raises
-    UserError if W&B cannot start. If the thread fails, the next method call raises the exception.
+    UserError if W&B cannot start.
     """
 
     name = "W&B"
@@ -55,10 +52,6 @@ class WandbFeed:
         # The index of the first line to send. An offline run gets new lines only.
         self._next = self._run.starting_step if self._run.url else len(metrics)
         self._line = -1  # the index of the newest line
-        self._error: Exception | None = None
-        self._calls: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
-        self._thread = threading.Thread(target=self._make_calls, daemon=True)
-        self._thread.start()
         for row in rows_of(metrics, timings):
             self.metrics(row)
 
@@ -70,49 +63,55 @@ class WandbFeed:
         self._log(numbers(line))
 
     def close(self, failed: bool = False, results: Path | None = None) -> None:
-        """Send the queued rows and the results; raises TimeoutError if W&B does not answer."""
-        if results is not None and not (failed or self._run.disabled):
-            self._calls.put(partial(send_results, self._run, results))
-        self._calls.put(partial(self._run.finish, exit_code=int(failed)))
-        self._calls.put(None)
-        timeout = FAILED_S if failed else float(os.environ.get("WANDB_FINISH_TIMEOUT", FINISH_S))
-        self._thread.join(timeout or None)  # WANDB_FINISH_TIMEOUT=0 means no timeout
-        if self._thread.is_alive():
-            for process in psutil.Process().children():
-                if process.name().startswith("wandb-core"):
-                    process.kill()  # ends all calls that wait for this process
-            self._thread.join(timeout=5)
-            self._error = TimeoutError(f"it did not finish in {timeout:g} s")
-        if self._error is not None:
-            raise self._error
+        """Send the results and wait for W&B. Raises TimeoutError if it takes too long."""
+        with _in_time():
+            if results is not None and not (failed or self._run.disabled):
+                send_results(self._run, results)
+            self._run.finish(exit_code=int(failed))
 
     def _log(self, row: dict[str, float]) -> None:
-        if self._error is not None:
-            raise self._error
         if self._line >= self._next:
-            self._calls.put(partial(self._run.log, row, step=self._line))
+            with _in_time():
+                self._run.log(row, step=self._line)
 
-    def _make_calls(self) -> None:
-        import wandb
 
-        try:
-            for call in iter(self._calls.get, None):
-                call()
-            wandb.teardown()  # waits until all rows are sent; run.finish() may not wait
-        except Exception as error:
-            self._error = error
-            with suppress(Exception):  # without teardown, W&B waits when the process ends
-                wandb.teardown(exit_code=1)
+@contextmanager
+def _in_time() -> Iterator[None]:
+    """End W&B's process if calls in this context fail, or take longer than a timeout.
+
+    Raises TimeoutError. WANDB_FINISH_TIMEOUT (0: no timeout) is W&B's own variable.
+    """
+    import wandb
+
+    timeout_s = float(os.environ.get("WANDB_FINISH_TIMEOUT", FINISH_S))
+    late = threading.Timer(timeout_s, _end_service)
+    begun = time.monotonic()
+    if timeout_s:
+        late.start()
+    try:
+        yield
+    except Exception as error:
+        is_late = time.monotonic() - begun >= timeout_s > 0
+        _end_service()
+        with suppress(Exception):  # without teardown, W&B waits when this process ends
+            wandb.teardown(exit_code=1)
+        if is_late:
+            raise TimeoutError(f"it did not answer in {timeout_s:g} s") from error
+        raise
+    finally:
+        late.cancel()
+
+
+def _end_service() -> None:
+    """Kill W&B's process, which ends all calls that wait for it."""
+    for process in psutil.Process().children():
+        if process.name().startswith("wandb-core"):
+            process.kill()
 
 
 def known_id(folder: Path) -> str | None:
     path = folder / ID_FILE
     return path.read_text(encoding="utf-8").strip() if path.is_file() else None
-
-
-def remember_id(folder: Path, run_id: str) -> None:
-    (folder / ID_FILE).parent.mkdir(exist_ok=True)
-    write_text(folder / ID_FILE, run_id + "\n")
 
 
 def _row(line: Line) -> dict[str, float]:
@@ -140,8 +139,12 @@ def _start(folder: Path, config: Config) -> Any:
     tree = masked_tree(config.model_dump(mode="json"))
     tracking, order = tree["tracking"], config.curriculum.order or config.data.domains
     group = f"{config.curriculum.curriculum} {'-'.join(order)}"
-    # `close` has its own timeout. The URL of a git repository may hold a token.
-    settings = wandb.Settings(silent=True, console="off", finish_timeout=0, git_remote_url="")
+    settings = wandb.Settings(
+        silent=True,
+        console="off",
+        finish_timeout=0,  # `_in_time` has one
+        git_remote_url="",  # the URL of a git repository may hold a token
+    )
     argv, sys.argv = sys.argv, [masked(argument) for argument in sys.argv]  # W&B stores sys.argv
     try:
         run = wandb.init(
@@ -163,7 +166,8 @@ def _start(folder: Path, config: Config) -> Any:
         ) from None
     finally:
         sys.argv = argv
-    remember_id(folder, run.id)
+    (folder / ID_FILE).parent.mkdir(exist_ok=True)
+    write_text(folder / ID_FILE, run.id + "\n")
     run.define_metric("*", step_metric="step")  # the x axis of every plot
     run.define_metric("step", hidden=True)
     if run.url:
@@ -171,11 +175,10 @@ def _start(folder: Path, config: Config) -> Any:
     return run
 
 
-def has_wandb_key() -> bool:
-    """Return whether W&B's environment variables or a netrc file hold a key."""
-    keys = map(os.environ.get, ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE"))
-    url = os.environ.get("WANDB_BASE_URL") or "https://api.wandb.ai"
-    return any(keys) or get_netrc_auth(url) is not None
+def is_wanted() -> bool:
+    """Return whether W&B's environment variables hold a key, or a mode."""
+    names = ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE", "WANDB_MODE")
+    return any(map(os.environ.get, names))
 
 
 def send_results(run: Any, folder: Path) -> None:

@@ -98,7 +98,6 @@ def test_other_ranks_write_nothing(tmp_path, capsys):
         log.metrics(TRAIN)
         log.timings(TIMES)
         assert log.state_dict()["sizes"] == {}
-        assert log.tracker_run_id is None
     with StageProgress("airline", 10, is_main=False) as progress:
         for _ in range(10):
             progress.step(TRAIN)
