@@ -1,4 +1,4 @@
-"""`--doctor`: checks of the ranks, their links, their memory, and of the folder of the runs.
+"""`--doctor`: checks of the ranks, their versions, their links, and of the folder of the runs.
 
 Each rank runs the `measure_...` function of a check. The `judge_...` function of the check gets the
 values of all ranks, in order of ranks, and returns one Finding. Rank 0 prints the Finding as a row
@@ -9,34 +9,26 @@ import os
 import platform
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from statistics import median
 from typing import Any, Literal, NamedTuple
 
-import numpy as np
 import torch
 from accelerate import Accelerator
-from torch import nn
 
 from pipeline.checkpoints.resume import sees_folder_of_rank_0
 from pipeline.config.settings import Config
-from pipeline.distributed.gradients import sum_gradients, sum_over_ranks
+from pipeline.distributed.gradients import sum_over_ranks
 from pipeline.distributed.ranks import Interrupted, Ranks
 from pipeline.distributed.watchdog import ToldElsewhere, Watchdog
 from pipeline.errors import RunError, UserError
 from pipeline.files.untrusted import reason_of
 from pipeline.models.loading import on_gpu
-from pipeline.preflight.memory import GIB, Memory, memory_of_a_rank
 
 TIMEOUT_S = 30.0  # maximum time of a check, unless `--timeout` is shorter
 SILENT_S = 5.0  # delay before a rank other than 0 reports that the ranks did not connect
-REDUCED = {"cpu": 16 << 20, "cuda": 256 << 20}  # bytes of the all-reduce that measures bandwidth
-SAMPLES = {"cpu": 1 << 21, "cuda": 1 << 26}  # total number of points of all ranks for the line fit
-FIT_STEPS, FIT_RATE = 30, 0.75  # each step halves the distance to the solution
+REDUCED = {"cpu": 16 << 20, "cuda": 256 << 20}  # bytes of the all-reduce
 FAULTY = "NCCL_P2P_DISABLE=1, NCCL_ALGO=Ring; a GPU or link may be faulty (dmesg)"
-UNSUMMED = "TORCH_DISTRIBUTED_DEBUG=DETAIL; the ranks do not add their gradients up"
 INSTALL = "pip install -c constraints.txt -e . on every host"
 FOLDER = "another --output-dir; df -h and mount show what is there"
 Values = dict[str, Any]
@@ -44,7 +36,7 @@ Connect = Callable[[Config], tuple[Accelerator, Ranks]]
 
 
 class Finding(NamedTuple):
-    status: Literal["ok", "broken", "note"]
+    status: Literal["ok", "broken"]
     text: str
     remedy: str = ""
 
@@ -54,7 +46,6 @@ class Check(NamedTuple):
     measure: Callable[[Config, Accelerator, Ranks], Any]
     judge: Callable[[list[Any]], Finding]
     remedy: str = ""  # advice after an exception; if empty, `links_remedy()` is printed
-    needs_links: bool = False
 
 
 def named(ranks: Iterable[int]) -> str:
@@ -102,100 +93,30 @@ def judge_versions(values: list[str]) -> Finding:
 
 
 def measure_all_reduce(_: Config, accelerator: Accelerator, ranks: Ranks) -> Values:
-    """Return the mean of [1, 2, 3] + rank / 2 over the ranks, and the times of two all-reduces."""
+    """Add `rank + 1` up over the ranks; returns whether the sum is right, and the seconds."""
     device = accelerator.device
-    own = torch.tensor([1.0, 2.0, 3.0], device=device) + ranks.rank / 2
-    values: Values = {"mean": (sum_over_ranks(own) / ranks.num_ranks).tolist(), "seconds": []}
-    for size, most in ((REDUCED[device.type] // 4, 10), (1, 200)):  # (values, maximum calls)
-        reduce = partial(sum_over_ranks, torch.zeros(size, device=device))
-        first = ranks.max(_seconds(reduce, device))
-        count = max(1, min(most, int(2 / first)))  # number of calls in two seconds
-        values["seconds"].append(median(_seconds(reduce, device) for _ in range(count)))
-    return {**values, "bytes": REDUCED[device.type]}
-
-
-def _seconds(call: Callable[[], Any], device: torch.device) -> float:
-    begun = time.perf_counter()
-    call()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter() - begun
+    size = REDUCED[device.type]
+    found: Values = {}
+    for _number in range(2 if ranks.num_ranks > 1 else 0):  # the first one connects the ranks
+        own = torch.full((size // 4,), ranks.rank + 1.0, device=device)
+        begun = time.perf_counter()
+        total = sum_over_ranks(own)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        found = {"seconds": time.perf_counter() - begun, "bytes": size}
+        found["is_right"] = bool((total == ranks.num_ranks * (ranks.num_ranks + 1) / 2).all())
+    return found
 
 
 def judge_all_reduce(values: list[Values]) -> Finding:
-    """Check each rank's mean; the Finding gives the bandwidth and latency of the slowest rank.
-
-    The bus bandwidth of n ranks is 2 (n - 1) / n * bytes / seconds, as in nccl-tests.
-    """
-    num_ranks, num_bytes = len(values), values[0]["bytes"]
-    expected = [number + (num_ranks - 1) / 4 for number in (1.0, 2.0, 3.0)]
-    for rank, value in enumerate(values):
-        if not np.allclose(value["mean"], expected, rtol=0, atol=1e-5):
-            text = f"rank {rank} computed the mean {value['mean']}; it is {expected}"
-            return Finding("broken", text, FAULTY)
-    many_s, one_s = (max(value["seconds"][i] for value in values) for i in (0, 1))
-    bandwidth = 2 * (num_ranks - 1) / num_ranks * num_bytes / many_s / 1e9
-    text = f"all {num_ranks} ranks computed the mean {expected}; bus bandwidth {bandwidth:.2f} GB/s"
-    return Finding("ok", f"{text} for {num_bytes >> 20} MiB, latency {one_s * 1e6:.0f} µs")
-
-
-def measure_fit(_: Config, accelerator: Accelerator, ranks: Ranks) -> Values:
-    """Fit a line with DDP; returns the line's weights, and the median number of seconds per step.
-
-    Each rank has points of a different line. Only the ranks' mean gradient leads to y = 2x + 3.
-    """
-    num_ranks, device = ranks.num_ranks, accelerator.device
-    size = max(2, SAMPLES[device.type] // num_ranks)
-    x = torch.linspace(-1, 1, size, dtype=torch.float64, device=device)[:, None]
-    offset = (ranks.rank - (num_ranks - 1) / 2) / num_ranks
-    y = (2 + offset) * x + 3 + offset
-    line = nn.Linear(1, 1, dtype=torch.float64, device=device)
-    for parameter in line.parameters():
-        nn.init.zeros_(parameter)
-    model = sum_gradients(accelerator.prepare(line))  # training also uses `sum_gradients`
-    optimizer = torch.optim.SGD(line.parameters(), lr=FIT_RATE)
-
-    def step() -> None:
-        optimizer.zero_grad()
-        ((model(x) - y).square().mean() / num_ranks).backward()
-        optimizer.step()
-
-    seconds = median(_seconds(step, device) for _ in range(FIT_STEPS))
-    return {"weights": [line.weight.item(), line.bias.item()], "seconds": seconds}
-
-
-def judge_fit(values: list[Values]) -> Finding:
-    for rank, value in enumerate(values):
-        if not np.allclose(value["weights"], (2, 3), rtol=0, atol=1e-6):
-            fitted = "y = {:.7g}x + {:.7g}".format(*value["weights"])
-            text = f"rank {rank} fitted {fitted} with DDP; it is y = 2x + 3"
-            return Finding("broken", text, UNSUMMED)
-    milliseconds = 1e3 * max(value["seconds"] for value in values)
-    text = f"{len(values)} ranks fit y = 2x + 3 together (to 1e-6); a step takes "
-    return Finding("ok", f"{text}{milliseconds:.1f} ms")
-
-
-def measure_memory(config: Config, accelerator: Accelerator, _: Ranks) -> Values:
-    """Return the largest phase of the memory table, and what this rank has; `why` if unknown."""
-    try:
-        memory = Memory(config)
-    except UserError as error:
-        return {"why": str(error)}
-    have = memory_of_a_rank(config)
-    if accelerator.device.type == "cuda":
-        have = torch.cuda.get_device_properties(accelerator.device).total_memory
-    return {"largest": memory.largest(), "have": have, "bounds": memory.bounds()}
-
-
-def judge_memory(values: list[Values]) -> Finding:
-    if missing := [value["why"] for value in values if "why" in value]:
-        return Finding("note", f"not known without the model ({missing[0]})")
-    rank = min(range(len(values)), key=lambda rank: values[rank]["have"])
-    (phase, need), have = values[rank]["largest"], values[rank]["have"]
-    text = f"the {phase} needs most, {need / GIB:.1f} GiB of rank {rank}'s {have / GIB:.1f}"
-    if need > have:
-        return Finding("broken", text, "three-domain-grpo check, which names each term")
-    return Finding("ok", f"{text}; {values[rank]['bounds']}")
+    if len(values) == 1:
+        return Finding("ok", "one rank: there is nothing to exchange")
+    if wrong := [rank for rank, value in enumerate(values) if not value["is_right"]]:
+        return Finding("broken", f"{named(wrong)} computed a wrong sum", FAULTY)
+    seconds = max(value["seconds"] for value in values)
+    megabytes = values[0]["bytes"] / 1e6
+    text = f"{len(values)} ranks added {megabytes:.0f} MB up in {1e3 * seconds:.1f} ms"
+    return Finding("ok", f"{text} ({megabytes / 1e3 / seconds:.2f} GB/s)")
 
 
 def measure_folder(config: Config, _: Accelerator, ranks: Ranks) -> tuple[str, str, bool]:
@@ -215,9 +136,7 @@ def judge_folder(values: list[tuple[str, str, bool]]) -> Finding:
 CHECKS = (
     Check("devices", measure_devices, judge_devices, "nvidia-smi on every host"),
     Check("versions", measure_versions, judge_versions, INSTALL),
-    Check("all-reduce", measure_all_reduce, judge_all_reduce, needs_links=True),
-    Check("DDP", measure_fit, judge_fit, needs_links=True),
-    Check("memory", measure_memory, judge_memory, "three-domain-grpo check"),
+    Check("all-reduce", measure_all_reduce, judge_all_reduce),
     Check("folder", measure_folder, judge_folder, FOLDER),
 )
 
@@ -278,9 +197,6 @@ def _findings(config: Config, connect: Connect, checks: Sequence[Check]) -> Iter
         for check in checks:
             watchdog.advice = f"; try: {check.remedy or links_remedy()}"
             ranks.agree(check.name)
-            if check.needs_links and ranks.num_ranks == 1:
-                yield Finding("note", "one rank: there is nothing to exchange")
-                continue
             with ranks.phase(check.name):
                 measured = check.measure(config, accelerator, ranks)
                 values = ranks.all_gather_objects(measured, check.name)
