@@ -40,8 +40,7 @@ class Trainer(BeforeGRPO):
         self._updater = policy.make_updater(self.checkpointer, self._saved_state, self.stages)
         self.checkpointer.owners.append(self._updater)
         self.kl_probe.load([s for s in self.stages[:-1] if self.state.evaluated(s.name)])
-        arguments = policy.rollout, self._updater, policy.model, self.config.model
-        meter = Meter(self.ranks, *arguments)
+        meter = Meter(self.ranks, policy.rollout, self._updater)
         gc.freeze()  # exempts long-lived objects from garbage collection
         return meter
 

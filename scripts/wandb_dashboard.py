@@ -43,7 +43,6 @@ SPEED = {
     "seconds of a step": ("step_s", "sample_s", "environment_s", "update_s", "wait_s"),
     "episodes a second": ("episodes_per_s",),
     "tokens a second": ("sample_tokens_per_s", "update_tokens_per_s"),
-    "FLOP/s": ("flops_per_s",),
     "peak memory, MB": ("peak_memory_mb",),
     "seconds of evaluations and checkpoints": ("evaluation_s", "validation_s", "checkpoint_s"),
 }

@@ -99,7 +99,6 @@ class Updater:
         )
         # Numbers of tokens in the forward passes of this rank, without and with padding.
         self.num_tokens = self.num_padded_tokens = 0
-        self.num_sampled_tokens = 0  # number of sampled tokens in this rank's trained episodes
         memory = memory_of(accelerator.device)
         self._first_budget = token_budget(config, base_model(module.model), memory)
         self.max_tokens_per_microbatch = self._first_budget
@@ -148,7 +147,6 @@ class Updater:
         """
         kept = [True] * len(trajectories) if kept is None else kept
         lengths = [t.num_sampled_in_all * k for t, k in zip(trajectories, kept, strict=True)]
-        self.num_sampled_tokens += sum(lengths)
         # The sequences to train, each with the index of its episode.
         trained = [
             (i, sequence)

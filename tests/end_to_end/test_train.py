@@ -167,11 +167,10 @@ def test_timings_tell_where_the_seconds_of_a_step_went(two_ranks: tuple[Path, st
         assert of["sample_s"] + of["update_s"] + of["wait_s"] <= of["step_s"]
         assert of["tokens_per_s"] * of["step_s"] == pytest.approx(record["rollout/sampled_tokens"])
         assert of["episodes_per_s"] * of["step_s"] == pytest.approx(16)
-        assert of["sample_flops_per_s"] > 0 and 0 <= of["sample_padding_share"] < 1
+        assert 0 <= of["sample_padding_share"] < 1
         trained = record["train/trained_episodes"] > 0
-        assert (of["update_flops_per_s"] > 0) == (of["update_tokens_per_s"] > 0) == trained
+        assert (of["update_tokens_per_s"] > 0) == trained
         assert of["exchanged_bytes"] > 0 and of["peak_memory_mb"] > 100
-        assert not any("mfu" in name for name in of)  # no peak is known of a CPU
 
 
 def test_a_profiled_step_leaves_a_trace_of_each_rank_with_its_phases(

@@ -6,11 +6,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from pipeline.config.cli import parse
 from pipeline.errors import UserError
-from pipeline.models.capabilities import refuse_changed_logits
+from pipeline.models.capabilities import attention_size, refuse_changed_logits
 from pipeline.preflight import check, memory, stand_in
 from pipeline.preflight.stand_in import gap_of, try_architecture
 from pipeline.rollout import kv_cache as row_cache
-from pipeline.tracking.profiling import work_of
 from tests.support.helpers import tokenizer
 from tests.support.messages import says
 
@@ -147,7 +146,7 @@ def test_layers_that_differ_in_their_heads_are_tried_and_counted():
     model = model_of("gemma4_text", **LAYERS_OF_OWN)
     assert trial(model) == []
     assert memory._cached_per_token(model.config) == 2 * 16
-    assert work_of(model).attention == 2 * 4 * 16
+    assert attention_size(model.config) == 4 * 16
 
 
 def test_rotary_positions_that_were_not_trained_are_told():
