@@ -27,7 +27,7 @@ counts within each micro-batch, not over all ranks.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 
@@ -39,7 +39,10 @@ EPSILON = 1e-4  # number that is added to standard deviations, as in TRL
 
 @dataclass(frozen=True, kw_only=True)
 class TokenStats:
-    """Sums over the sampled tokens of a micro-batch, as float tensors without gradient."""
+    """Statistics of the sampled tokens of a micro-batch, as float tensors without gradient.
+
+    Those named in MAXIMA are maxima, and all others are sums.
+    """
 
     loss: torch.Tensor  # the loss with the KL estimate and the entropy bonus
     policy_loss: torch.Tensor  # the loss without the KL estimate and the entropy bonus
@@ -47,7 +50,11 @@ class TokenStats:
     entropy: torch.Tensor
     clipped: torch.Tensor  # number of tokens whose ratio was clipped
     sampling_logp_difference: torch.Tensor  # sum of |logprobs - old_logprobs|
-    sampling_logp_difference_max: torch.Tensor  # maximum, not sum, of |logprobs - old_logprobs|
+    sampling_logp_difference_max: torch.Tensor  # maximum of |logprobs - old_logprobs|
+
+
+MAXIMA = ("sampling_logp_difference_max",)
+SUMS = tuple(field.name for field in fields(TokenStats) if field.name not in MAXIMA)
 
 
 def token_weights(

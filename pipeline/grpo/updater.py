@@ -5,7 +5,6 @@ skip an optimizer step whose loss or gradient is not finite.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from torch.func import functional_call
 from pipeline.config.settings import Config
 from pipeline.distributed.gradients import GradientAllReduce, sharded_adamw, sum_gradients
 from pipeline.distributed.ranks import Ranks
-from pipeline.grpo.algorithm import TokenStats, grpo_loss, token_weights
+from pipeline.grpo.algorithm import MAXIMA, SUMS, TokenStats, grpo_loss, token_weights
 from pipeline.grpo.faults import find_suspects, smaller_budget
 from pipeline.grpo.micro_batches import (
     Item,
@@ -271,24 +270,27 @@ class Updater:
         with self.ranks.waiting("gradients"):  # on a GPU, `float()` waits for the all-reduce
             max_norm = self.settings.max_grad_norm
             norm = float(self.accelerator.clip_grad_norm_(self.parameters, max_norm))
-        names = [field.name for field in fields(TokenStats)]  # all sums, but the last is a maximum
-        mine = torch.zeros(len(names) + 2, dtype=torch.float64)
-        mine[-2], mine[-1] = norm, self.max_tokens_per_microbatch
-        if done:
-            stats = torch.stack([torch.stack([*vars(s).values()]) for _, s in done]).double()
-            mine[: len(names)] = torch.cat([stats[:, :-1].sum(0), stats[:, -1:].amax(0)])
-        rows = torch.stack(self.ranks.all_gather_tensors(mine))
-        *_, max_gaps, norms, budgets = rows.T
-        self.max_tokens_per_microbatch = int(budgets.min())
-        totals = [*rows[:, : len(names) - 1].sum(0).tolist(), float(max_gaps.max())]
-        is_finite = bool(rows[:, 0].isfinite().all() and norms.isfinite().all())
+        mine = {
+            **_over_batches(done, SUMS, torch.sum),
+            **_over_batches(done, MAXIMA, torch.amax),
+            "grad_norm": norm,
+            "budget": float(self.max_tokens_per_microbatch),
+        }
+        numbers = torch.tensor([*mine.values()], dtype=torch.float64)
+        rows = torch.stack(self.ranks.all_gather_tensors(numbers))
+        of_ranks = dict(zip(mine, rows.T, strict=True))
+        self.max_tokens_per_microbatch = int(of_ranks["budget"].min())
+        totals = {name: float(of_ranks[name].sum()) for name in SUMS}
+        totals |= {name: float(of_ranks[name].max()) for name in MAXIMA}
+        watched = torch.stack([of_ranks["loss"], of_ranks["grad_norm"]])
+        is_finite = bool(watched.isfinite().all())
         if is_finite:
             for group in self.optimizer.param_groups:
                 group["lr"] = learning_rate
             self.optimizer.step()
             self.num_skipped_in_a_row = 0
         self._zero_gradients()
-        return dict(zip(names, totals, strict=True)) | {"grad_norm": norm}, is_finite
+        return totals | {"grad_norm": norm}, is_finite
 
     def _means(self, sums: Mapping[str, float], num_tokens: float) -> dict[str, float]:
         means = {f"train/{name}": sums[name] for name in ("grad_norm", "loss", "policy_loss")}
@@ -324,6 +326,17 @@ class Updater:
             at = "" if step is None else f"step {step}: "
             why = "the loss or gradient was not finite, so the update was skipped"
             print(f"warning: {at}{why} {suspects}", flush=True)
+
+
+def _over_batches(
+    done: Sequence[Computed], names: Sequence[str], reduce: Callable[..., torch.Tensor]
+) -> dict[str, float]:
+    """Return statistics over this rank's micro-batches, by name; 0 without micro-batches."""
+    if not done:
+        return dict.fromkeys(names, 0.0)
+    rows = [torch.stack([getattr(stats, name) for name in names]) for _, stats in done]
+    found = reduce(torch.stack(rows).double(), 0)
+    return dict(zip(names, found.tolist(), strict=True))
 
 
 def _groups(parameters: Sequence[torch.Tensor], decays_vectors: bool) -> list[dict[str, Any]]:
