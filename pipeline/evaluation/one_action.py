@@ -10,10 +10,10 @@ from pipeline.data.curriculum import Stage
 from pipeline.data.tasks import Message
 from pipeline.distributed.ranks import Ranks
 from pipeline.environments.tools import tool_schemas
-from pipeline.evaluation.baselines import LOOKUPS
 from pipeline.evaluation.transfer_metrics import succeeded
 from pipeline.rollout.trajectory import Trajectory
 
+LOOKUPS = ("find", "get")  # prefixes of the names of tools that change nothing
 COPIED = "..."  # stands for an argument that the policy has read in the conversation
 NOTHING = ""  # the decision of an episode whose policy has called no tool that changes something
 NUM_STEPS = 3  # steps with tasks of a family at the stage's start, and the last ones

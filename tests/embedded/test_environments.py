@@ -147,34 +147,6 @@ def test_doing_nothing_earns_nothing_on_every_task():
         assert replay(task, [say("Done.")]) == 0.0
 
 
-@in_every_domain
-@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.proof)])
-def test_policies_that_never_look_stay_below_their_bounds(domain, seed):
-    tasks = make_tasks(domain, 90, seed, split="test")
-    floor = baselines(embedded(), {domain: tasks})[domain]
-    assert floor["nothing"] == 0
-    assert len(floor) == 4
-    assert 0.05 < max(floor.values()) <= 1 / 8
-    assert of_transfers(floor) <= 0.12
-
-
-@in_every_domain
-@pytest.mark.parametrize(
-    ("difficulty", "most"),
-    # A look-up and one action solve up to a quarter of the easy tasks.
-    [("easy", 0.26), pytest.param("medium", 1 / 8, marks=pytest.mark.proof), ("hard", 1 / 8)],
-)  # the test above is of medium tasks
-def test_no_action_alone_earns_much_at_any_difficulty(domain, difficulty, most):
-    floor = baselines(embedded(), {domain: make_tasks(domain, 90, difficulty=difficulty)})[domain]
-    assert floor["nothing"] == 0
-    assert max(floor.values()) <= most
-    assert of_transfers(floor) <= 0.12
-
-
-def of_transfers(floor):
-    return max(reward for name, reward in floor.items() if name.startswith(("transfer", "nothing")))
-
-
 def test_a_write_left_out_earns_nothing():
     for task in some_of_all():
         messages = expert_messages(task)

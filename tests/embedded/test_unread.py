@@ -17,11 +17,9 @@ from tests.support.unread import most_solved, unread, unread_by_family
 def test_policies_that_never_look_earn_next_to_nothing_in_the_embedded_domains(domain):
     tasks = module_of(domain).generate_tasks(0, 150, "test", "medium")
     domains = embedded(domain)
-    floor = baselines(domains, {domain: tasks})[domain]
-    assert floor["nothing"] == 0.0
-    assert max(floor.values()) <= 0.12
+    assert baselines(domains, {domain: tasks})[domain] == {"nothing": 0.0}
     alike, by_family = (best(domains[domain], tasks) for best in (unread, unread_by_family))
-    assert max(floor.values()) <= alike <= by_family < 0.5
+    assert alike <= by_family < 0.5
 
 
 def test_asking_and_the_named_remedy_is_the_best_policy_for_telecom_that_does_not_read_the_line():
@@ -63,7 +61,7 @@ def test_no_single_action_earns_more_than_the_best_that_never_reads_the_record(d
                 blindly(environment(), task, lookups, schema["name"], arguments) for task in tasks
             )
     assert len(earned) > 5
-    assert 0.05 < max(earned.values()) <= unread(own, tasks)
+    assert 0.05 < max(earned.values()) <= min(unread(own, tasks), 0.15)
     for best in (unread, unread_by_family):
         assert best(own, tasks) == best(own, tasks[::-1])
 

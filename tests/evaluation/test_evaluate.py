@@ -2,7 +2,6 @@
 records.
 """
 
-import json
 from dataclasses import replace
 from threading import Event
 
@@ -335,67 +334,6 @@ def domain_of(name, environment):
     return {name: Domain(name=name, environment=environment)}
 
 
-class Office(Desk):
-    """Earns 1 for the closing word, and 1 more for a transfer with the task's own reason."""
-
-    def transfer(self, reason: str) -> str:
-        """Hand over.
-
-        Args:
-            reason: Why. (choices: ["angry", "lost"])
-        """
-        self.done = True
-        self.reason = reason
-        return "ok"
-
-    def get_reward(self) -> float:
-        return float(getattr(self, "reason", "") == self._payload["reason"])
-
-
-def test_each_action_alone_is_a_baseline_and_the_best_three_are_named():
-    reasons = ["lost", "lost", "lost", "angry"]
-    tasks = [make_task(f"t{n}", payload=f'{{"reason": "{r}"}}') for n, r in enumerate(reasons)]
-    found = baselines(domain_of("office", Office), {"office": tasks})["office"]
-    assert [*found] == ["nothing", "transfer(lost)", "transfer(angry)", "jam"]
-    assert [*found.values()] == [0.0, 0.75, 0.25, 0.0]
-
-
-class Shelf:
-    """Pays for the removal of a box, which the request or the look-up of its order names."""
-
-    def reset(self, box: str, **row):
-        self.box, self.calls = box, []
-
-    def get_order(self, order: str) -> dict[str, str]:
-        """Look up.
-
-        Args:
-            order: Number.
-        """
-        self.calls.append(f"get_order {order}")
-        return {"box": self.box} if order == "R1" else {"error": "no order"}
-
-    def remove(self, box: str, by: str) -> str:
-        """Remove.
-
-        Args:
-            box: Number.
-            by: Who. (choices: ["hand", "lift"])
-        """
-        self.calls.append(f"remove {box} {by}")
-        return '{"error": "no box"}' if box != self.box else "ok"
-
-    def get_reward(self) -> float:
-        return float(self.calls[-1:] == [f"remove {self.box} lift"])
-
-
-def test_an_action_takes_ids_of_the_request_and_of_what_was_looked_up():
-    columns = [json.dumps({"box": box}) for box in ("B7", "R1")]
-    tasks = [make_task(f"t{n}", "order R1", columns=of) for n, of in enumerate(columns)]
-    found = baselines(domain_of("shelf", Shelf), {"shelf": tasks})["shelf"]
-    assert found == {"nothing": 0.0, "remove(lift)": 1.0, "remove(hand)": 0.0}
-
-
 def test_an_environment_that_fails_or_hangs_earns_nothing_of_a_floor():
     calls = []
 
@@ -408,7 +346,7 @@ def test_an_environment_that_fails_or_hangs_earns_nothing_of_a_floor():
 
     failing = [make_task(f"t{n}", payload=f'{{"fails": "{f}"}}') for n, f in enumerate(FAILURES)]
     found = baselines(domain_of("desk", Broken), {"desk": failing}, 5)
-    assert found["desk"]["nothing"] == found["desk"]["jam"] == 0.25
+    assert found == {"desk": {"nothing": 0.25}}
     calls.clear()
     found = baselines(
         domain_of("desk", Broken), {"desk": [make_task("fine"), *[make_task("hangs")] * 9]}, 0.2

@@ -6,9 +6,7 @@ import pytest
 
 from examples import returns_desk
 from examples.returns_desk import ACTIONS, STATES, ReturnsEnvironment, expert, generate_tasks
-from pipeline.environments import Domain
 from pipeline.environments.experts import run_expert
-from pipeline.evaluation.baselines import baselines
 
 TASKS = generate_tasks(0, 200, "test", "medium")
 
@@ -27,10 +25,8 @@ def test_the_expert_quotes_the_rule_of_the_prompt_in_the_message_that_acts():
 def test_every_state_has_every_action_somewhere_so_that_no_action_alone_earns_much():
     rules = {rule for task in TASKS for rule in task.prompt[0]["content"].splitlines()[2:]}
     assert rules == {f"- {state}: {action}" for state in STATES for action in ACTIONS}
-    desk = Domain(name="desk", environment=ReturnsEnvironment)
-    found = baselines({"desk": desk}, {"desk": TASKS})["desk"]
-    assert found["nothing"] == 0.0 and len(found) == 4
-    assert max(found.values()) <= 0.31  # a quarter, and two standard deviations of 200 draws
+    for action in ACTIONS:  # at most a quarter, and two standard deviations of 200 draws
+        assert sum(task.branch == action for task in TASKS) <= 0.31 * len(TASKS)
 
 
 def test_a_demonstration_that_breaks_the_policy_quotes_the_rule_that_it_follows():

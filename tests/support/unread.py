@@ -11,8 +11,8 @@ from itertools import pairwise
 from pipeline.data.tasks import Task
 from pipeline.environments.domains import Domain
 from pipeline.environments.experts import goal_of, run_expert
-from pipeline.evaluation.baselines import ID
 
+ID = re.compile(r"\w*\d\w*")  # a word with a digit
 RECORD_TOOLS = "get_"  # the prefix of tools that show the record of a request
 Trace = tuple[tuple[str, str], ...]  # each step of the expert, and its outcome for the policy
 
