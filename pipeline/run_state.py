@@ -48,6 +48,7 @@ from pipeline.files.console import may_fail
 from pipeline.files.durable import write_text
 from pipeline.grpo.policy import Policy
 from pipeline.preflight.check import validate
+from pipeline.rollout.rewards import load_reward_functions
 from pipeline.rollout.sampler import make_sampler
 from pipeline.rollout.trajectory import RunRecord, Trajectory
 from pipeline.tracking.log import RunLog
@@ -103,18 +104,27 @@ class RunState:
         refuse_other_stages(self.state.evaluations, self.stages, self.folder)
         self.state.config, self.state.about = config.model_dump(mode="json"), about
         self.state.made_of = {**self.state.made_of, **made_of}
-        chat, environments = self.parts.chat, self.parts.environments
-        self.policy = Policy(model, chat, environments, config, accelerator, ranks, make_sampler)
+        domains = self.parts.domains
+        rewards = load_reward_functions(config, ranks.progress)
+        customers = customers_of(config, self.folder, domains, self.parts.held_out, ranks)
+        self._judge = judge_of(config, self.folder, domains, ranks, rewards)
+        self.policy = Policy(
+            model,
+            self.parts.chat,
+            self.parts.environments,
+            config,
+            accelerator,
+            ranks,
+            make_sampler,
+            rewards=rewards,
+            welcomes=customers.welcomes if customers else {},
+            judge=self._judge.ask if self._judge else None,
+        )
         self.policy.sampling.most = self.parts.episodes_at_once
         self._logged("")  # tells reward functions the number of steps
         self._taken = set[str]()  # names of `log_metric` that have been warned of
-        held_out = self.parts.held_out
-        customers = customers_of(config, self.folder, self.parts.domains, held_out, ranks)
-        self.policy.rollout.welcomes = customers.welcomes if customers else {}
-        rewards = self.policy.rollout.rewards
-        judge = judge_of(config, self.folder, self.parts.domains, ranks, rewards)
         self.language_models = [customers.model] if customers else []
-        self.language_models += [judge] if judge else []
+        self.language_models += [self._judge] if self._judge else []
         if opened is not None:
             evaluated = {evaluation["after"] for evaluation in self.state.evaluations}
             run_folder.begin(opened, config, self.state.step, evaluated)
@@ -232,7 +242,8 @@ class RunState:
         if self.config.data.reward_funcs:
             return {}
         parts, timeout = self.parts, self.config.rollout.call_timeout
-        return baselines(parts.domains, parts.held_out, timeout)
+        judge = self.policy.rollout.judge
+        return baselines(parts.domains, parts.held_out, timeout, judge)
 
     def _write_results(self, is_final: bool = True) -> None:
         """Write `results.json`; only the final file has the transfer metrics."""

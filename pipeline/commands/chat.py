@@ -47,6 +47,9 @@ def main(argv: list[str]) -> int:
         tell("customer", config.data.customer_name)
         model = LanguageModel("customer", config, checkpoint.run, name="chat")
         welcomes = Customers(model, [name]).welcomes
+    judge = None
+    if config.data.judge_url is not None:
+        judge = LanguageModel("judge", config, checkpoint.run, name="chat").ask
     limits = config.rollout
     if options.human:
         limits = limits.model_copy(update={"call_timeout": NO_DEADLINE_S, "rollout_timeout": None})
@@ -56,14 +59,10 @@ def main(argv: list[str]) -> int:
         terminal.chat,
         limits,
         welcomes=welcomes,
+        judge=judge,
         reply=terminal.reply,
         watch=terminal.watch,
     )
-    if config.data.judge_url is not None:
-        judge = LanguageModel("judge", config, checkpoint.run, name="chat").ask
-        domain.environment.judge = judge
-        if rollout.rewards is not None and rollout.rewards.asks_judge:
-            rollout.rewards.judge = judge
     try:
         play(rollout, terminal, task, seed, options.greedy)
     except (KeyboardInterrupt, EOFError):

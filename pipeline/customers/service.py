@@ -67,21 +67,17 @@ def judge_of(
     ranks: Ranks,
     rewards: Any = None,
 ) -> LanguageModel | None:
-    """Give those who ask the judge of a run the judge; return the judge, or None.
+    """Return the judge of a run if anybody asks one, or None.
 
-    They are environments with `has_judge`, with `await self.judge(messages, seed=...)`, and the
-    reward functions `rewards`, with their argument `judge`.
+    Those who ask are environments with `has_judge`, with `await self.judge(messages, seed=...)`,
+    and the reward functions `rewards`, with their argument `judge`.
     """
-    kinds = [d.environment for d in domains.values()]
-    asking = [kind for kind in kinds if getattr(kind, "has_judge", False)]
-    asking += [rewards] if rewards is not None and rewards.asks_judge else []
-    if not asking or config.data.judge_url is None:
+    asks = any(getattr(domain.environment, "has_judge", False) for domain in domains.values())
+    asks = asks or (rewards is not None and rewards.asks_judge)
+    if not asks or config.data.judge_url is None:
         return None
     arguments = config, folder, told_once(ranks), ranks.rank, ranks.num_ranks
-    model = LanguageModel("judge", *arguments)
-    for one in asking:
-        one.judge = model.ask
-    return model
+    return LanguageModel("judge", *arguments)
 
 
 class Customers:

@@ -19,7 +19,7 @@ import inspect
 import json
 import re
 import sys
-from collections.abc import Callable, ItemsView, KeysView, Mapping, Sequence, ValuesView
+from collections.abc import Awaitable, Callable, ItemsView, KeysView, Mapping, Sequence, ValuesView
 from copy import deepcopy
 from datetime import date, time
 from enum import Enum
@@ -178,6 +178,16 @@ def _order(value: Any) -> tuple[bool, float, str]:
     """Return a key that sorts values of any types: numbers first, then all others by their JSON."""
     is_number = isinstance(value, int | float) and value == value
     return not is_number, value if is_number else 0, _json(value)
+
+
+# Asks a language model: await judge(messages, seed=...) -> message.
+Judge = Callable[..., Awaitable[Message]]
+
+
+def give_judge(environment: Any, judge: Judge | None) -> None:
+    """Give an environment with `has_judge` the judge, as its attribute `judge`."""
+    if judge is not None and getattr(environment, "has_judge", False):
+        environment.judge = judge
 
 
 class Started(NamedTuple):

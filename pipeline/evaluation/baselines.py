@@ -1,11 +1,11 @@
 """Blind baselines: the rewards of fixed policies that make no decision."""
 
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext, suppress
 from functools import partial
 from itertools import chain
 from statistics import fmean
-from typing import Any, TypeAlias
+from typing import Any
 
 from pipeline.config.settings import RolloutSettings
 from pipeline.data.tasks import Task
@@ -16,8 +16,9 @@ from pipeline.environments.experts import call_message
 from pipeline.environments.random_state import RandomState
 from pipeline.environments.tools import (
     EnvironmentFault,
-    ToolAnswer,
+    Judge,
     answer_call,
+    give_judge,
     reward_of,
     started,
     uses_random_state,
@@ -25,13 +26,12 @@ from pipeline.environments.tools import (
 from pipeline.errors import UserError
 from pipeline.files.untrusted import is_plain, shown
 
-Play: TypeAlias = Generator[Call, ToolAnswer, None]  # yields calls and gets the tools' answers
-
 
 def baselines(
     domains: Mapping[str, Domain],
     tasks: Mapping[str, Sequence[Task]],
     call_timeout: float = RolloutSettings().call_timeout,
+    judge: Judge | None = None,
 ) -> dict[str, dict[str, float]]:
     """Return the mean reward of each blind policy on the tasks of each domain.
 
@@ -40,7 +40,7 @@ def baselines(
     domain's policies are no lists of calls.
     """
     calls = Calls(call_timeout)
-    return {name: _of_domain(calls, domains[name], tasks[name]) for name in tasks}
+    return {name: _of_domain(calls, domains[name], tasks[name], judge) for name in tasks}
 
 
 def baseline_calls(domain: Domain, task: Task) -> dict[str, list[Call]]:
@@ -59,43 +59,43 @@ def baseline_calls(domain: Domain, task: Task) -> dict[str, list[Call]]:
     return policies
 
 
-def _of_domain(calls: Calls, domain: Domain, tasks: Sequence[Task]) -> dict[str, float]:
+def _of_domain(
+    calls: Calls, domain: Domain, tasks: Sequence[Task], judge: Judge | None
+) -> dict[str, float]:
     own: dict[Any, dict[str, list[Call]]] = {}
     if domain.baselines is not None:
         own = {task.key: baseline_calls(domain, task) for task in tasks}
     names = dict.fromkeys(["nothing", *chain.from_iterable(own.values())])
     return {
+        # A task without the policy has no calls.
         name: fmean(
-            _reward(calls, domain.environment, _in_order(own, name, task), task) for task in tasks
+            _reward(calls, domain.environment, own.get(task.key, {}).get(name, []), task, judge)
+            for task in tasks
         )
         for name in names
     }
 
 
-def _in_order(own: Mapping[Any, Mapping[str, Sequence[Call]]], name: str, task: Task) -> Play:
-    """Make a task's calls of the domain's policy `name`; a task without the policy has no calls."""
-    for call in own.get(task.key, {}).get(name, ()):
-        if (yield call).is_last:
-            return
-
-
-def _reward(calls: Calls, environment_class: type[Any], policy: Play, task: Task) -> float:
+def _reward(
+    calls: Calls,
+    environment_class: type[Any],
+    moves: Sequence[Call],
+    task: Task,
+    judge: Judge | None,
+) -> float:
     is_used = uses_random_state(environment_class)
     call = partial(calls.here, task.key)
     with suppress(EnvironmentFault), RandomState(task) if is_used else nullcontext():
         environment, addition, _ = call("reset", partial(started, environment_class, task.row()))
+        give_judge(environment, judge)
         *rules, request = task.prompt
         messages = [*rules, {**request, "content": request["content"] + addition}]
-        made = next(policy, None)
-        while made is not None:
-            name, arguments = made
+        for name, arguments in moves:
             messages.append(call_message(name, arguments))
             answer = call(name, partial(answer_call, environment, name, arguments))
             messages.append({"role": "tool", "name": name, "content": answer.content})
-            try:
-                made = policy.send(answer)
-            except StopIteration:
-                made = None
+            if answer.is_last:
+                break
         messages.append({"role": "assistant", "content": "Done."})
         call("final message", partial(setattr, environment, "final_message", "Done."))
         reward: float = call("get_reward", partial(reward_of, environment, messages=messages))

@@ -30,7 +30,6 @@ from pipeline.models.loading import dtype_of
 from pipeline.models.rotary import fix_rotary
 from pipeline.models.weights import has_adapters, trained_weights
 from pipeline.rollout.policies import SamplerPolicy
-from pipeline.rollout.rewards import load_reward_functions
 from pipeline.rollout.rollout import Rollout
 from pipeline.rollout.sampler import Sampler
 from pipeline.rollout.trajectory import Trajectory
@@ -89,7 +88,7 @@ class Policy:
     """A model, the `rollout` that samples from the model, and the `updater` that trains the model.
 
     `updater` is None until GRPO begins. `make_sampler` has the signature of
-    `pipeline.rollout.sampler.make_sampler`.
+    `pipeline.rollout.sampler.make_sampler`. `hooks` are further arguments of Rollout.
     """
 
     def __init__(
@@ -101,13 +100,13 @@ class Policy:
         accelerator: Any,
         ranks: Ranks,
         make_sampler: Callable[..., Sampler],
+        **hooks: Any,
     ) -> None:
         self.accelerator, self._ranks, self._config = accelerator, ranks, config
         self.updater: Updater | None = None
         self._module: TokenLogprobs | None = None  # of the probe
         self.model, self._make_sampler = self._placed(model), make_sampler
         self._probe = Probe(chat, dtype_of(config.model))
-        rewards = load_reward_functions(config, ranks.progress)
         self.sampling = SamplerPolicy(self._sampler(chat, ranks.is_main), chat, config.rollout)
         self.rollout = Rollout(
             self.sampling,
@@ -115,9 +114,9 @@ class Policy:
             environments,
             config.rollout,
             config.run.deterministic,
-            rewards=rewards,
             on_progress=ranks.progress,
             faults=FaultLog(lambda: str(ranks.current), ranks.is_first),
+            **hooks,
         )
 
     def _placed(self, model: Any) -> Any:

@@ -51,6 +51,7 @@ class Surroundings:
     faults: FaultLog
     greedy: bool
     has_reward_functions: bool = False
+    judge: tools.Judge | None = None
     reply: Reply = reply_of
     watch: Watch | None = None
 
@@ -76,6 +77,7 @@ class Episode:
         self.chat = surroundings.chat
         self.limits = surroundings.limits
         self.faults = surroundings.faults
+        self._judge = surroundings.judge
         self._reply = surroundings.reply
         self._watch = surroundings.watch
         self._calls = surroundings.calls
@@ -175,6 +177,7 @@ class Episode:
         started = await self._call("reset", start, reset)
         self.environment = started.environment
         self.in_background = started.in_background
+        tools.give_judge(self.environment, self._judge)
         request = self.trajectory.messages[-1]
         request["content"] += started.addition
         if self.welcome is not None:

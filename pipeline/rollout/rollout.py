@@ -13,6 +13,7 @@ from pipeline.customers.scenario import Welcome, record
 from pipeline.environments.calls import TICK_S, Calls, run
 from pipeline.environments.customers import reply_of
 from pipeline.environments.faults import FaultLog
+from pipeline.environments.tools import Judge
 from pipeline.rollout.episode import Episode, Reply, Surroundings, Watch
 from pipeline.rollout.episode import RolloutRequest as RolloutRequest
 from pipeline.rollout.policies import Policy
@@ -35,8 +36,9 @@ class Rollout:
     an answer from the background, and with "" before each step of the policy and in each second of
     waiting. If `on_progress` raises an exception, the rollout closes all conversations and can then
     be used again. `faults` gets the failures of environments and the exceptions of tools.
-    `welcomes` gives the environments of domains customers from outside, `reply` answers for a
-    customer, and `watch` is shown the messages.
+    `welcomes` gives the environments of domains customers from outside, `judge` is for environments
+    and reward functions that ask one, `reply` answers for a customer, and `watch` is shown the
+    messages.
     """
 
     def __init__(
@@ -51,6 +53,7 @@ class Rollout:
         on_progress: Callable[[str], None] = lambda key: None,
         faults: FaultLog | None = None,
         welcomes: Mapping[str, Welcome] | None = None,
+        judge: Judge | None = None,
         reply: Reply = reply_of,
         watch: Watch | None = None,
     ) -> None:
@@ -63,6 +66,9 @@ class Rollout:
         self.on_progress = on_progress
         self.faults = faults or FaultLog()
         self.welcomes = welcomes or {}
+        self.judge = judge
+        if rewards is not None and judge is not None:
+            rewards.judge = judge
         self.reply = reply
         self.watch = watch
         self.environment_s = 0.0  # seconds of environments and waits
@@ -93,6 +99,7 @@ class Rollout:
             faults=self.faults,
             greedy=greedy,
             has_reward_functions=self.rewards is not None,
+            judge=self.judge,
             reply=self.reply,
             watch=self.watch,
         )

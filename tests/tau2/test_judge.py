@@ -50,9 +50,9 @@ def play(path, folder, url, script, task_id="0"):
     config = config_of(path, url)
     domain = load_domains(config.data)["retail"]
     judge = judge_of(config, folder, {"retail": domain}, ALONE)
-    rollout = rollout_of(
-        ScriptedSampler({9: script}), chat(), {"retail": domain.environment}, LIMITS
-    )
+    sampler = ScriptedSampler({9: script})
+    environments = {"retail": domain.environment}
+    rollout = rollout_of(sampler, chat(), environments, LIMITS, judge=judge.ask)
     (trajectory,) = rollout([RolloutRequest(task=task_of(domain, task_id), trial=0, key=9)])
     judge.close()
     return trajectory
