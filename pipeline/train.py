@@ -66,11 +66,11 @@ class Training(Trainer):
                         break
                     with self.profiled(step + 1), meter.step():
                         batch = self.collect(stage, step)
-                        advantages, kept = self.advantages(batch, step)
-                        statistics = self.update(stage, batch, advantages, kept)
+                        self.advantages(batch, step)
+                        statistics = self.update(stage, batch)
                     metrics = self.record(stage, batch, statistics, meter)
                     progress.step(metrics)
-                    self.end_step(stage, batch, advantages)
+                    self.end_step(stage, batch)
             self.end_stage(stage)
 
     def finish(self) -> None:

@@ -2,7 +2,7 @@
 
 import gc
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 
 from pipeline.before_grpo import BeforeGRPO
@@ -14,7 +14,7 @@ from pipeline.evaluation.dead_domains import fallen_domains, lost_domains
 from pipeline.evaluation.error_rates import ErrorRates, stop_on_errors
 from pipeline.evaluation.evaluate import evaluate, mean_success, plateau, scored, validation_metrics
 from pipeline.evaluation.results import training_summary
-from pipeline.grpo.collect import RolloutBatch, advantages_of, collect_rollouts, rewards_of
+from pipeline.grpo.collect import RolloutBatch, collect_rollouts, give_advantages
 from pipeline.tracking.profiling import Meter, profiled
 from pipeline.tracking.step_metrics import over_iterations, rollout_metrics
 
@@ -99,22 +99,23 @@ class Trainer(BeforeGRPO):
             self.check_language_models()
         return batch
 
-    def advantages(self, batch: RolloutBatch, step: int) -> tuple[list[float], list[bool]]:
-        """Return each episode's advantage, and a flag: True if the update uses the episode."""
-        rewards = rewards_of(batch, self.ranks, self.config, step)
-        size = self.config.rollout.num_generations
-        return advantages_of(batch, rewards, self.ranks, self.config.grpo, size)
+    def advantages(self, batch: RolloutBatch, step: int) -> None:
+        """Give each episode its advantage, and decide whether the update uses it."""
+        give_advantages(batch, self.ranks, self.config, step)
 
-    def update(
-        self, stage: Stage, batch: RolloutBatch, advantages: Sequence[float], kept: Sequence[bool]
-    ) -> dict[str, float]:
+    def update(self, stage: Stage, batch: RolloutBatch) -> dict[str, float]:
         """Train on the batch, load the weights into the sampler, return all ranks' statistics."""
         step, settings = self.state.step, self.config.grpo
         done = step - stage.first_step
         learning_rate = learning_rate_at(done, stage.num_steps, self._peak, settings)
         with self.ranks.phase("update", stage.name, step + 1):
             found = [
-                self._updater.update_policy(batch.trajectories, advantages, learning_rate, kept)
+                self._updater.update_policy(
+                    batch.trajectories,
+                    [sample.advantage for sample in batch.samples],
+                    learning_rate,
+                    [sample.kept for sample in batch.samples],
+                )
                 for _ in range(settings.num_iterations)
             ]
             self.policy.give_weights()
@@ -172,8 +173,9 @@ class Trainer(BeforeGRPO):
                 "learned; let a function return a number for each completion"
             )
 
-    def end_step(self, stage: Stage, batch: RolloutBatch, advantages: Sequence[float]) -> None:
+    def end_step(self, stage: Stage, batch: RolloutBatch) -> None:
         """Write transcripts, report the start, look for faults and dead domains, validate."""
+        advantages = [sample.advantage for sample in batch.samples]
         self._save_transcripts(stage.name, batch.trajectories, advantages)
         if self.state.step == 1:
             self.report_start(batch)

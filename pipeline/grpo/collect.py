@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from pipeline.config.settings import Config, GRPOSettings
+from pipeline.config.settings import Config
 from pipeline.data.curriculum import Stage, replacement_tasks, tasks_of_step
 from pipeline.data.rng import permutation, stream_key
 from pipeline.data.tasks import Source, Task
@@ -21,6 +21,17 @@ from pipeline.distributed.ranks import Ranks
 from pipeline.grpo.algorithm import group_advantages, in_baseline, zero_std_groups
 from pipeline.rollout.rollout import Progress, Rollout, RolloutRequest
 from pipeline.rollout.trajectory import StopReason, Trajectory
+
+
+@dataclass(kw_only=True)
+class Sample:
+    """An episode of a step, and what the update makes of it."""
+
+    trajectory: Trajectory
+    index: int  # among the episodes of all ranks
+    kept: bool  # whether the step may train on the episode
+    reward: float = 0.0  # the reward that trains: the episode's own, or a permuted one
+    advantage: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,11 +42,13 @@ class RolloutBatch:
     of each round of replacements. In this order, a rank collects every `num_ranks`-th group.
     """
 
-    trajectories: list[Trajectory]
-    indices: list[int]  # index of each episode among the episodes of all ranks
-    kept: list[bool]  # True for each episode on which the step may train
+    samples: list[Sample]
     num_first: int  # number of this rank's episodes before the first round of replacements
     rounds: list[int]  # [number of the stage's tasks, number of groups in round 1, ...]
+
+    @property
+    def trajectories(self) -> list[Trajectory]:
+        return [sample.trajectory for sample in self.samples]
 
     @property
     def first(self) -> list[Trajectory]:
@@ -85,9 +98,16 @@ def collect_rollouts(
     group_of = [group for group in ranks.shard(len(tasks)) for _ in range(size)]
     counted = in_baseline(left_out(trajectories), size).tolist()
     return RolloutBatch(
-        trajectories=trajectories,
-        indices=[group * size + i % size for i, group in enumerate(group_of)],
-        kept=[c and not (zero_std and zero_std[g]) for g, c in zip(group_of, counted, strict=True)],
+        samples=[
+            Sample(
+                trajectory=trajectory,
+                index=group * size + i % size,
+                kept=is_counted and not (zero_std and zero_std[group]),
+            )
+            for i, (trajectory, group, is_counted) in enumerate(
+                zip(trajectories, group_of, counted, strict=True)
+            )
+        ],
         num_first=sum(group < rounds[0] for group in group_of),
         rounds=rounds,
     )
@@ -136,41 +156,47 @@ def no_gain_by_failing(trajectories: Sequence[Trajectory], size: int) -> list[Tr
     return changed
 
 
-def rewards_of(batch: RolloutBatch, ranks: Ranks, config: Config, step: int) -> torch.Tensor:
-    """Return this rank's rewards; `permute_rewards` shuffles the rewards of all kept episodes."""
-    rewards = [trajectory.reward for trajectory in batch.trajectories]
-    if config.grpo.permute_rewards:
-        kept = _kept_rewards(batch, rewards, ranks, "control")
-        indices = sorted(kept)
-        order = permutation(len(indices), config.run.seed, "permuted rewards", step)
-        given = {indices[j]: kept[indices[i]] for j, i in enumerate(order)}
-        rewards = [given.get(i, own) for i, own in zip(batch.indices, rewards, strict=True)]
-    return torch.tensor(rewards, dtype=torch.float64)
+def give_advantages(batch: RolloutBatch, ranks: Ranks, config: Config, step: int) -> None:
+    """Set reward and advantage of each sample, and whether the update uses it (`kept`).
 
-
-def advantages_of(
-    batch: RolloutBatch, rewards: torch.Tensor, ranks: Ranks, settings: GRPOSettings, size: int
-) -> tuple[list[float], list[bool]]:
-    """Return each episode's advantage, and a flag: True if the update uses the episode."""
+    Every rank must call this function.
+    """
+    _give_rewards(batch.samples, ranks, config, step)
+    settings = config.grpo
+    size = config.rollout.num_generations
+    rewards = torch.tensor([sample.reward for sample in batch.samples], dtype=torch.float64)
     batch_std = None
     if settings.scale_rewards == "batch":
         # The sum of sorted rewards has the same rounding errors for any number of ranks.
-        everyone = sorted(_kept_rewards(batch, rewards.tolist(), ranks, "rewards").values())
+        everyone = sorted(_kept_rewards(batch.samples, ranks, "rewards").values())
         batch_std = float(torch.tensor(everyone, dtype=torch.float64).std()) if everyone else 0.0
     counted = in_baseline(left_out(batch.trajectories), size)
     advantages = group_advantages(rewards, size, settings.scale_rewards, batch_std, counted)
-    scales = [settings.domain_advantage_scale.get(t.domain, 1.0) for t in batch.trajectories]
-    zero_std = zero_std_groups(rewards, size, counted)
-    kept = (counted & ~zero_std if settings.drop_zero_std_groups else counted).tolist()
-    return [a * scale for a, scale in zip(advantages.tolist(), scales, strict=True)], kept
+    kept = counted
+    if settings.drop_zero_std_groups:
+        kept = counted & ~zero_std_groups(rewards, size, counted)
+    for sample, advantage, is_kept in zip(batch.samples, advantages, kept, strict=True):
+        scale = settings.domain_advantage_scale.get(sample.trajectory.domain, 1.0)
+        sample.advantage = float(advantage) * scale
+        sample.kept = bool(is_kept)
 
 
-def _kept_rewards(
-    batch: RolloutBatch, rewards: Sequence[float], ranks: Ranks, name: str
-) -> dict[float, float]:
+def _give_rewards(samples: Sequence[Sample], ranks: Ranks, config: Config, step: int) -> None:
+    """Give each sample its reward; `permute_rewards` shuffles those of all kept episodes."""
+    for sample in samples:
+        sample.reward = sample.trajectory.reward
+    if config.grpo.permute_rewards:
+        kept = _kept_rewards(samples, ranks, "control")
+        indices = sorted(kept)
+        order = permutation(len(indices), config.run.seed, "permuted rewards", step)
+        given = {indices[j]: kept[indices[i]] for j, i in enumerate(order)}
+        for sample in samples:
+            sample.reward = given.get(sample.index, sample.reward)
+
+
+def _kept_rewards(samples: Sequence[Sample], ranks: Ranks, name: str) -> dict[float, float]:
     """Return {index of an episode: reward} for the kept episodes of all ranks."""
-    rows = zip(batch.indices, rewards, batch.kept, strict=True)
-    mine = [number for index, reward, kept in rows if kept for number in (index, reward)]
+    mine = [number for sample in samples if sample.kept for number in (sample.index, sample.reward)]
     ranks.barrier(name)
     shards = ranks.all_gather_numbers(mine)
     return {i: r for shard in shards for i, r in zip(shard[::2], shard[1::2], strict=True)}

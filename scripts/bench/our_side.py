@@ -167,8 +167,8 @@ def updates(run: Training, work: Work, gate: Gate) -> None:
     budget = work.microbatch_tokens or work.batch * longest(batch.trajectories)
     updater.max_tokens_per_microbatch = budget
     for _ in range(work.num_units):
-        advantages, kept = run.advantages(batch, 0)
-        run.update(stage, batch, advantages, kept)
+        run.advantages(batch, 0)
+        run.update(stage, batch)
         gate(counts([t.record() for t in batch.trajectories]))
 
 

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from pipeline.config.settings import Config
 from pipeline.distributed.ranks import Ranks
-from pipeline.grpo.collect import RolloutBatch, advantages_of
+from pipeline.grpo.collect import RolloutBatch, Sample, give_advantages
 from pipeline.preflight import check, memory
 from pipeline.preflight.memory import Memory
 from pipeline.train import Training
@@ -122,14 +122,13 @@ def test_advantages_of_a_domain_are_scaled() -> None:
         }
     )
     domains = ["airline", "airline", "retail", "retail", "retail", "retail"]
-    trajectories = [make_trajectory(domain=domain) for domain in domains]
-    batch = RolloutBatch(
-        trajectories=trajectories, indices=[], kept=[True] * 6, num_first=6, rounds=[3]
-    )
-    rewards = torch.tensor([1.0, 0.0, 1.0, 0.0, 1.0, 1.0])
-    advantages, kept = advantages_of(batch, rewards, Ranks(0, 1, 5), config.grpo, 2)
-    assert advantages == [0.5, -0.5, 1.5, -1.5, 0.0, 0.0]
-    assert kept == [True, True, True, True, False, False]
+    rewards = [1.0, 0.0, 1.0, 0.0, 1.0, 1.0]
+    played = [make_trajectory(domain=d, reward=r) for d, r in zip(domains, rewards, strict=True)]
+    samples = [Sample(trajectory=t, index=i, kept=True) for i, t in enumerate(played)]
+    batch = RolloutBatch(samples=samples, num_first=6, rounds=[3])
+    give_advantages(batch, Ranks(0, 1, 5), config, 0)
+    assert [sample.advantage for sample in samples] == [0.5, -0.5, 1.5, -1.5, 0.0, 0.0]
+    assert [sample.kept for sample in samples] == [True, True, True, True, False, False]
 
 
 def test_results_hold_every_evaluation_in_order(two_ranks: tuple[Path, str]) -> None:

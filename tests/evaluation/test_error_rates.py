@@ -8,7 +8,7 @@ from accelerate import Accelerator
 from pipeline.config.settings import Config, RolloutSettings
 from pipeline.distributed.ranks import Ranks
 from pipeline.evaluation.error_rates import ErrorRates, stop_on_errors
-from pipeline.grpo.collect import RolloutBatch
+from pipeline.grpo.collect import RolloutBatch, Sample
 from pipeline.rollout.trajectory import StopReason
 from pipeline.tracking.step_metrics import rollout_metrics
 from scripts.proofs.grid import make_trajectory
@@ -113,9 +113,7 @@ def played_step(rank):
         for end in ends
     ]
     return RolloutBatch(
-        trajectories=trajectories,
-        indices=[],
-        kept=[True] * 4,
+        samples=[Sample(trajectory=t, index=i, kept=True) for i, t in enumerate(trajectories)],
         num_first=2,
         rounds=[2, 2],
     )

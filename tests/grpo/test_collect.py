@@ -22,9 +22,8 @@ from pipeline.environments.tools import Outage
 from pipeline.errors import UserError
 from pipeline.grpo.collect import (
     RolloutBatch,
-    advantages_of,
     collect_rollouts,
-    rewards_of,
+    give_advantages,
 )
 from pipeline.rollout.trajectory import Trajectory
 from pipeline.tracking.progress import StageProgress
@@ -95,6 +94,10 @@ def collect(run: Any, stage: Stage = STAGE, step: int = 0) -> RolloutBatch:
     return collect_rollouts(run.rollout, run.ranks, run.config, stage, step, run.sources)
 
 
+def kept_of(played: RolloutBatch) -> list[bool]:
+    return [sample.kept for sample in played.samples]
+
+
 def metrics_of(run: Any, batch: RolloutBatch) -> dict[str, float]:
     metrics, counts = rollout_metrics(batch, run.ranks, run.config)
     assert sum(episodes for episodes, _ in counts.values()) >= len(batch.trajectories)
@@ -119,7 +122,7 @@ def test_without_it_a_step_is_the_stages_own_groups_and_dead_ones_stay():
     played = collect(run)
     assert played.rounds == [7] and played.num_first == 14
     assert [domain for domain, _ in groups_of(played)] == ["left"] * 4 + ["right"] * 3
-    assert not all(map(live, groups_of(played))) and all(played.kept)
+    assert not all(map(live, groups_of(played))) and all(kept_of(played))
     assert "rollout/rounds" not in metrics_of(run, played)
 
 
@@ -133,7 +136,7 @@ def test_dead_groups_are_replaced_by_tasks_of_their_domain_that_the_step_has_not
         *("left live-6", "left live-15"),
     ]
     assert played.rounds == [7, 5, 2, 2]
-    assert played.kept == [live(group) for group in groups_of(played) for _ in range(2)]
+    assert kept_of(played) == [live(group) for group in groups_of(played) for _ in range(2)]
 
 
 def test_no_more_rounds_are_played_than_allowed_and_none_when_all_groups_live():
@@ -143,7 +146,7 @@ def test_no_more_rounds_are_played_than_allowed_and_none_when_all_groups_live():
     assert collect(alone(sources=lively)).rounds == [7]
     exhausted = {"left": tasks_of("left", "dddd"), "right": tasks_of("right", "ddw")}
     played = collect(alone(sources=exhausted))
-    assert (played.rounds, any(played.kept)) == ([7], False)
+    assert (played.rounds, any(kept_of(played))) == ([7], False)
 
 
 def test_replacements_depend_on_the_step_and_not_on_what_was_played_before():
@@ -216,9 +219,9 @@ def office(*said: str) -> tuple[list[Trajectory], list[float], list[bool], dict[
     sampler: Any = ScriptedSampler(scripts)
     run.rollout = rollout_of(sampler, chat(), {"left": Office}, limits)
     played = collect(run, replace(STAGE, own=("left",), groups={"left": 1}))
-    rewards = rewards_of(played, run.ranks, run.config, 0)
-    found = advantages_of(played, rewards, run.ranks, run.config.grpo, len(said))
-    return played.trajectories, *found, metrics_of(run, played)
+    give_advantages(played, run.ranks, run.config, 0)
+    advantages = [sample.advantage for sample in played.samples]
+    return played.trajectories, advantages, kept_of(played), metrics_of(run, played)
 
 
 @pytest.mark.parametrize("how", ["jam", "boom", "nan"])
@@ -268,13 +271,14 @@ def on_this_rank() -> dict[str, Any]:
     _, ranks = connect(Config())
     run = run_of(ranks, permute_rewards=True)
     played = collect(run)
-    rewards = rewards_of(played, run.ranks, run.config, 0)
+    kept = kept_of(played)
     settings = run.config.grpo.model_copy(update={"scale_rewards": "batch"})
-    advantages, _ = advantages_of(played, rewards, ranks, settings, 2)
+    config = run.config.model_copy(update={"grpo": settings})
+    give_advantages(played, run.ranks, config, 0)
     groups = [group for group in groups_of(played) for _ in range(2)]
-    episodes = zip(groups, played.kept, rewards.tolist(), advantages, strict=True)
+    episodes = zip(groups, kept, played.samples, strict=True)
     return {
-        "episodes": dict(zip(played.indices, episodes, strict=True)),
+        "episodes": {s.index: (group, k, s.reward, s.advantage) for group, k, s in episodes},
         "rounds": played.rounds,
         "metrics": metrics_of(run, played),
     }
@@ -305,9 +309,11 @@ def test_tasks_live_groups_and_permuted_rewards_are_the_same_on_one_two_and_thre
 def test_the_control_permutes_among_the_episodes_that_train_and_the_others_keep_theirs():
     run = alone(permute_rewards=True)
     played = collect(run)
+    was_kept = kept_of(played)
     own = [trajectory.reward for trajectory in played.trajectories]
-    given = rewards_of(played, run.ranks, run.config, 0).tolist()
-    pairs = list(zip(own, given, played.kept, strict=True))
+    give_advantages(played, run.ranks, run.config, 0)
+    given = [sample.reward for sample in played.samples]
+    pairs = list(zip(own, given, was_kept, strict=True))
     assert sorted(o for o, _, kept in pairs if kept) == sorted(g for _, g, kept in pairs if kept)
     assert [o for o, _, kept in pairs if kept] != [g for _, g, kept in pairs if kept]
     assert [o for o, _, kept in pairs if not kept] == [g for _, g, kept in pairs if not kept]
