@@ -120,6 +120,11 @@ class RunState:
             welcomes=customers.welcomes if customers else {},
             judge=self._judge.ask if self._judge else None,
         )
+        if self.policy.note:
+            self.say(f"warning: {self.policy.note}")
+        first = config.data.domains[0]
+        prompt = self.parts.prompt_ids(first, self.parts.longest[first][0])
+        self.policy.check_agreement(prompt)
         self.policy.sampling.most = self.parts.episodes_at_once
         self._logged("")  # tells reward functions the number of steps
         self._taken = set[str]()  # names of `log_metric` that have been warned of

@@ -1,11 +1,9 @@
-"""The policy: a model, its rollouts, its updater, and a probe of the weights that sample."""
+"""The policy: a model, its rollouts, and its updater."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from pipeline.chat.template import Chat
 from pipeline.checkpoints.checkpoint import Checkpointer, load_optimizer
@@ -20,68 +18,17 @@ from pipeline.config.settings import Config
 from pipeline.data.curriculum import Stage
 from pipeline.distributed.ranks import Ranks
 from pipeline.environments.faults import FaultLog
-from pipeline.errors import RunError
-from pipeline.grpo.micro_batches import micro_batch
+from pipeline.grpo.agreement import Probe, refuse_disagreement
 from pipeline.grpo.token_logprobs import TokenLogprobs
 from pipeline.grpo.updater import Reference, Updater
 from pipeline.models import lora
-from pipeline.models.capabilities import recompute_layers, refuse_mixed_up_sequences
+from pipeline.models.capabilities import recompute_layers
 from pipeline.models.loading import dtype_of
 from pipeline.models.rotary import fix_rotary
 from pipeline.models.weights import has_adapters, trained_weights
 from pipeline.rollout.policies import SamplerPolicy
 from pipeline.rollout.rollout import Rollout
 from pipeline.rollout.sampler import Sampler
-from pipeline.rollout.trajectory import Trajectory
-
-# Largest median difference of log-probabilities, in nats. Measured on models of 3 to 36 layers: 0
-# in float32 and with LoRA, and up to 0.02 in bf16, where the trainer adds layers up in float32.
-BOUNDS = {torch.float32: 5e-4, torch.bfloat16: 0.1}
-# In bf16, a model may round more than that (Gemma 3 270M: up to 0.2). The same text tells how much:
-# the sampler's difference was up to 2.0 times that between training with and without autocast.
-ROUNDINGS = 4
-PROBE = "The customer asks for a refund of the order, which was paid by card; the agent looks."
-
-
-class Probe:
-    """Compares the sampler's log-probabilities of a text with training's after new weights.
-
-    The median over the text's tokens counts, because rounding may change single tokens by more,
-    where a router chooses other experts. In bf16, the bound is wide, and as wide as the model's own
-    rounding demands. A sampler whose values stay the same bit by bit while training's change is
-    therefore a fault, too.
-    """
-
-    def __init__(self, chat: Chat, dtype: torch.dtype) -> None:
-        self._bound = BOUNDS[dtype]
-        self._ids = chat.tokenizer(PROBE)["input_ids"][:16]
-        text = Trajectory(domain="", task_id="", prompt_ids=self._ids[:1])
-        text.append(self._ids[1:], [0.0] * (len(self._ids) - 1))
-        self._batch = micro_batch([(text, 0.0, 0.0)], 0)
-        self._moved: tuple[torch.Tensor, torch.Tensor] | None = None  # when the sampler's changed
-
-    @torch.no_grad()
-    def check(self, sampler: Sampler, module: Any, accelerator: Any, when: str) -> None:
-        """Raise RunError if the sampler has other weights than `module`, a TokenLogprobs."""
-        sampled, batch = sampler.logprobs(self._ids), self._batch.to(accelerator.device)
-        with accelerator.autocast():
-            trained = module(batch)[0].cpu()
-        gap, bound, why = float((sampled - trained).abs().median()), self._bound, ""
-        if not gap <= bound:
-            rounding = float((trained - module(batch)[0].cpu()).abs().median())
-            bound = max(bound, ROUNDINGS * rounding)
-        if not gap <= bound:
-            why = f"differ from training's by {gap:.2g} nats in the median, at most {bound:.2g}"
-        if self._moved is None or not torch.equal(sampled, self._moved[0]):
-            self._moved = sampled, trained
-        elif (change := float((trained - self._moved[1]).abs().median())) > self._bound / 100:
-            why = why or f"have not changed, but training's have by {change:.2g} nats"
-        if why:
-            raise RunError(
-                f"weights of the sampler, {when}: its log-probabilities of a fixed text {why}, so "
-                "it did not get all weights; resume from the last checkpoint, and if this comes "
-                "again, mend load_weights of the sampler, or set mixed_precision no"
-            )
 
 
 class Policy:
@@ -104,8 +51,11 @@ class Policy:
     ) -> None:
         self.accelerator, self._ranks, self._config = accelerator, ranks, config
         self.updater: Updater | None = None
-        self._module: TokenLogprobs | None = None  # of the probe
-        self.model, self._make_sampler = self._placed(model), make_sampler
+        self._module: TokenLogprobs | None = None  # of the comparisons with the sampler
+        self._prompt = list[int]()  # of `check_agreement`
+        self.note = fix_rotary(model, config.rollout.max_tokens)  # for the user, or empty
+        self.model = model.to(accelerator.device)
+        self._make_sampler = make_sampler
         self._probe = Probe(chat, dtype_of(config.model))
         self.sampling = SamplerPolicy(self._sampler(chat, ranks.is_main), chat, config.rollout)
         self.rollout = Rollout(
@@ -118,10 +68,6 @@ class Policy:
             faults=FaultLog(lambda: str(ranks.current), ranks.is_first),
             **hooks,
         )
-
-    def _placed(self, model: Any) -> Any:
-        fix_rotary(model, self._config.rollout.max_tokens)
-        return model.to(self.accelerator.device)
 
     def _sampler(self, chat: Chat, is_main: bool) -> Sampler:
         dtype = dtype_of(self._config.model)
@@ -136,17 +82,36 @@ class Policy:
         self.model = lora.attach(self.model, *arguments).to(self.accelerator.device)
         set_weights(self.model, config, chat.tokenizer, folder)
         self.sampling.sampler = self._sampler(chat, is_main=False)
+        self.check_agreement(self._prompt)
+
+    def check_agreement(self, prompt: list[int]) -> None:
+        """Raise UserError on all ranks if sampler and training compute other log-probabilities.
+
+        `prompt` is the prompt of a task, and also that of later checks of adapters.
+        """
+        self._prompt = prompt
+        refuse_disagreement(
+            self.sampling.sampler,
+            self._trained(),
+            self.accelerator,
+            self._ranks,
+            self._config,
+            prompt,
+        )
 
     def give_weights(self) -> None:
         """Give the sampler the model's weights; raises RunError if it then has other weights."""
         self.sampling.sampler.load_weights(trained_weights(self.model))
+        when = str(self._ranks.current)
+        self._probe.check(self.sampling.sampler, self._trained(), self.accelerator, when)
+
+    def _trained(self) -> TokenLogprobs:
         limits = self._config.rollout
         if self._module is None or self._module.model is not self.model:
             # The updater's module computes under autocast only.
             module = TokenLogprobs(self.model, limits.temperature, max_tokens=limits.max_tokens)
             self._module = module.eval()
-        when = str(self._ranks.current)
-        self._probe.check(self.sampling.sampler, self._module, self.accelerator, when)
+        return self._module
 
     def make_updater(
         self, checkpointer: Checkpointer, saved: Mapping[str, Any], stages: Sequence[Stage]
@@ -163,9 +128,6 @@ class Policy:
             config.grpo.entropy_coef > 0,
             config.rollout.max_tokens,
         ).eval()  # without dropout
-        if config.grpo.padding_free:
-            refuse_mixed_up_sequences(self.model)
-
         load = partial(set_weights, self.model, config, chat.tokenizer)
         reference = None
         if config.grpo.beta > 0:

@@ -14,7 +14,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from pipeline.chat.template import Chat
 from pipeline.errors import UserError
-from pipeline.files.untrusted import reason_of, shown
+from pipeline.files.untrusted import shown
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 # Architectures whose sliding layers differ from full attention by the window alone. Others also
@@ -56,28 +56,6 @@ def unserved(config: Any, max_tokens: int = 0) -> str | None:
     if 0 < max_tokens <= window:
         return None
     return f"{why}; with max_tokens up to its window of {window}, one cache would do"
-
-
-@torch.no_grad()
-def refuse_changed_logits(model: Any) -> None:
-    """Raise UserError if a model changes the output layer's logits; training assumes no change."""
-    was_training = model.training
-    model.eval()  # turns off dropout
-    ids = torch.arange(1, 8, device=next(model.parameters()).device)[None]
-    ids = ids % model.get_input_embeddings().num_embeddings
-    problem = "whose logits are not those of its decoder and its output layer"
-    try:
-        logits = model(ids, use_cache=False).logits
-        hidden = getattr(model.get_decoder()(ids, use_cache=False), "last_hidden_state", None)
-        output, atol = model.get_output_embeddings(), 1e-3 * float(logits.std())
-        is_equal = hidden is not None and torch.allclose(output(hidden), logits, 0, atol)
-    except (MemoryError, torch.OutOfMemoryError):
-        raise
-    except Exception as error:  # A model's own code may raise any exception.
-        is_equal, problem = False, f"which does not compute ({reason_of(error)})"
-    model.train(was_training)
-    if not is_equal:
-        raise UserError(f"model: got {type(model).__name__}, {problem}; use another")
 
 
 def padded(sequences: Sequence[list[int]]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -159,18 +137,3 @@ def other_stops(model: Any, chat: Chat) -> list[int]:
         raise UserError(f"{what}; write an id or a list of ids")
     known = set(chat.tokenizer.get_vocab().values())
     return sorted(known.intersection([*ids, chat.tokenizer.eos_token_id]) - {chat.end_of_turn_id})
-
-
-@torch.no_grad()
-def refuse_mixed_up_sequences(model: Any) -> None:
-    """Raise UserError if attention reaches from one sequence of a row into another sequence."""
-    first = next(model.parameters())
-    device, atol = first.device, 1e-3 if first.dtype.itemsize > 2 else 0.1
-    sequences = torch.tensor([[1, 2, 3, 4], [4, 3, 2, 1]], device=device)
-    positions = torch.arange(4, device=device).repeat(2)[None]
-    apart = model(sequences, use_cache=False).logits.flatten(0, 1)
-    joined = model(sequences.view(1, -1), position_ids=positions, use_cache=False).logits[0]
-    if not torch.allclose(apart, joined, rtol=1e-3, atol=atol):
-        raise UserError(
-            "padding_free: this model's attention mixes joined sequences up; set it false"
-        )

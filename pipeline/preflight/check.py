@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 from copy import copy
 from dataclasses import replace
+from typing import Any
 
 from pipeline.checkpoints.run_folder import check_folder, folder_of
 from pipeline.config.rules import left_out
@@ -18,7 +19,6 @@ from pipeline.models.fitting import fitted
 from pipeline.models.loading import SHAPES, empty_model, load_folder, refuse_other_vocabulary
 from pipeline.preflight.memory import GIB, Memory, memory_of_a_rank
 from pipeline.preflight.prepare import Prepared, prepare
-from pipeline.preflight.stand_in import try_architecture
 
 
 def validate(config: Config) -> Prepared:
@@ -102,8 +102,7 @@ def main(config: Config) -> int:
 def check_model(config: Config, parts: Prepared) -> tuple[str | None, list[str]]:
     """Check the model without weights; returns why `generate` must sample (or None), and notes.
 
-    Raises UserError if the model's files do not fit each other, or if sampling and training differ
-    in a small model of the same architecture.
+    Raises UserError if the model's files do not fit each other, or if it has too few positions.
     """
     name = config.model.model
     if lora.is_adapter(name):
@@ -115,9 +114,28 @@ def check_model(config: Config, parts: Prepared) -> tuple[str | None, list[str]]
     refuse_other_vocabulary(parts.tokenizer, model)
     if os.path.isdir(name):
         load_folder(name, config.model, device="meta")
-    why = why_generate(model, config.rollout.max_tokens)
-    is_tried = name != "tiny" and os.environ.get("LOCAL_RANK", "0") == "0"  # tried once per machine
-    return why, try_architecture(config, model) if is_tried else []
+    note = check_positions(model, config.rollout.max_tokens)
+    return why_generate(model, config.rollout.max_tokens), [note] if note else []
+
+
+def check_positions(model: Any, max_tokens: int) -> str:
+    """Return a note if episodes may be longer than the texts that a model was made for, else "".
+
+    Raises UserError if the model has no rotary positions, and so none for longer texts.
+    """
+    shape = model.config.get_text_config(decoder=True)
+    trained = getattr(shape, "max_position_embeddings", None)
+    if not isinstance(trained, int) or max_tokens <= trained:
+        return ""
+    if not any(name.endswith("inv_freq") for name, _ in model.named_buffers()):
+        raise UserError(
+            f"max_tokens: got {max_tokens}, but the model has positions for {trained} tokens; "
+            "lower max_tokens, or use another model"
+        )
+    return (
+        f"max_tokens is {max_tokens}, and the model was made for {trained} tokens "
+        "(max_position_embeddings): longer texts may be poor"
+    )
 
 
 def refuse_full_disk(memory: Memory) -> None:

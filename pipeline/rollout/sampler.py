@@ -8,7 +8,7 @@ import torch
 from pipeline.chat.template import Chat
 from pipeline.config.settings import RolloutSettings
 from pipeline.files.untrusted import shown
-from pipeline.models.capabilities import other_stops, refuse_changed_logits, why_generate
+from pipeline.models.capabilities import other_stops, why_generate
 from pipeline.models.lora import base_model
 from pipeline.models.weights import Weights
 from pipeline.rollout.generate_sampler import GenerateSampler
@@ -94,7 +94,6 @@ def make_sampler(
     model.
     """
     plain = base_model(model)
-    refuse_changed_logits(plain)
     why = why_generate(plain, settings.max_tokens)
     stops = other_stops(plain, chat)
     if stops and is_main:

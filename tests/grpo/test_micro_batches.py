@@ -4,10 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from pipeline.errors import UserError
 from pipeline.grpo.micro_batches import cuts, make_micro_batches, micro_batch, shared_cuts
 from pipeline.grpo.token_logprobs import TokenLogprobs
-from pipeline.models.capabilities import refuse_mixed_up_sequences
 from scripts.proofs.grid import make_episodes, make_trajectory, small_model
 
 BOTH = pytest.mark.parametrize("padding_free", [False, True])
@@ -159,12 +157,3 @@ def test_joined_sequences_do_not_see_each_other():
     apart = logprobs_of(model, alone)
     assert [row[0] for row in joined] == [row[0] for row in apart]
     assert [row[2] for row in joined] == pytest.approx([row[2] for row in apart], abs=1e-12)
-
-
-def test_a_model_that_mixes_joined_sequences_up_is_refused():
-    refuse_mixed_up_sequences(small_model())
-    model = small_model()
-    decoder = model.model.forward
-    model.model.forward = lambda *ids, position_ids=None, **rest: decoder(*ids, **rest)
-    with pytest.raises(UserError, match="padding_free: this model's attention mixes"):
-        refuse_mixed_up_sequences(model)

@@ -19,7 +19,6 @@ from pipeline.errors import UserError
 from pipeline.grpo.micro_batches import make_micro_batches
 from pipeline.grpo.token_logprobs import TokenLogprobs
 from pipeline.models import capabilities
-from pipeline.models.capabilities import refuse_changed_logits
 from pipeline.models.weights import trained_weights
 from pipeline.preflight import check
 from pipeline.rollout import generate_sampler
@@ -394,22 +393,10 @@ def test_a_model_gets_the_sampler_that_can_serve_it_and_the_slower_is_told_once(
     assert capsys.readouterr().out == ""
 
 
-def test_a_model_that_scales_its_logits_is_refused():
-    model = model_of("Gemma3Text", final_logit_softcapping=2.0)
-    with pytest.raises(UserError, match="got Gemma3ForCausalLM, whose logits are not those of"):
-        made(model)
-
-
 def test_a_model_that_hides_what_it_carries_on_is_refused():
     config = transformers.RwkvConfig(vocab_size=8, hidden_size=16, num_hidden_layers=2)
     with pytest.raises(UserError, match="got RwkvForCausalLM, which is recurrent and names no"):
         capabilities.why_generate(transformers.RwkvForCausalLM(config))
-
-
-def test_dropout_is_not_taken_for_changed_logits():
-    model = model_of("Mistral", attention_dropout=0.5).train()
-    refuse_changed_logits(model)
-    assert model.training
 
 
 def saved(folder, kind: str, **settings) -> str:
@@ -447,15 +434,6 @@ def test_check_says_which_sampler_a_model_gets(kind, tmp_path, capsys, monkeypat
     assert "that a rank has here: fits\n" in said
     assert check.main(Config.model_validate({"data": SMALL})) == 0
     assert "\nsampling: one key-value cache over all turns\n" in capsys.readouterr().out
-
-
-def test_check_and_a_run_refuse_a_model_that_scales_its_logits(tmp_path, monkeypatch):
-    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
-    folder = saved(tmp_path, "Gemma3Text", final_logit_softcapping=2.0)
-    config = Config.model_validate({"model": {"model": folder}, "data": SMALL})
-    for refuse in (check.main, check.validate):
-        with pytest.raises(UserError, match="got Gemma3ForCausalLM, whose logits are not those"):
-            refuse(config)
 
 
 def run_on_this_rank(argv):

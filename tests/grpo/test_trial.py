@@ -1,17 +1,23 @@
-"""Before a run, a small model of the same architecture shows that what is sampled is trained."""
+"""Before anything is trained, a run shows that what it samples is what it trains."""
 
 import pytest
 import torch
+from accelerate import Accelerator
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from pipeline.config.cli import parse
+from pipeline.distributed.ranks import Ranks
 from pipeline.errors import UserError
-from pipeline.models.capabilities import attention_size, refuse_changed_logits
-from pipeline.preflight import check, memory, stand_in
-from pipeline.preflight.stand_in import gap_of, try_architecture
+from pipeline.grpo.agreement import refuse_disagreement
+from pipeline.grpo.token_logprobs import TokenLogprobs
+from pipeline.models import lora
+from pipeline.models.capabilities import attention_size
+from pipeline.preflight import check, memory
 from pipeline.rollout import kv_cache as row_cache
-from tests.support.helpers import tokenizer
+from pipeline.rollout.sampler import make_sampler
+from tests.support.helpers import chat, tokenizer
 from tests.support.messages import says
+from tests.support.trial import trial
 
 SHAPE = {
     **{"vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2},
@@ -33,10 +39,6 @@ def model_of(kind, **settings):
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         return AutoModelForCausalLM.from_config(config)
-
-
-def trial(model, *flags):
-    return try_architecture(parse(["--max-tokens", "64", *flags]), model)
 
 
 def saved(folder, model) -> str:
@@ -72,19 +74,21 @@ ALIKE = [("glm4_moe_lite", ADAPTERS), ("youtu", PLAIN), ("youtu", ADAPTERS)]  # 
 )
 def test_what_these_sample_is_what_they_train(kind, settings, flags):
     before = torch.random.get_rng_state()
-    assert trial(model_of(kind, **settings), *flags) == []
+    trial(model_of(kind, **settings), *flags)
     assert torch.equal(torch.random.get_rng_state(), before)
 
 
 def test_adapters_of_a_small_rank_do_not_enlarge_rounding():
     model = model_of("qwen3_moe", **EXPERTS, num_hidden_layers=4, head_dim=8)
-    assert trial(model, "--use-peft", "--lora-r", "1") == []  # lora_alpha is divided by it
+    trial(model, "--use-peft", "--lora-r", "1")  # lora_alpha is divided by it
 
 
 def test_a_model_that_does_not_compute_is_refused():
     model = model_of("deepseek_v3", **LATENT | EXPERTS | {"num_key_value_heads": 2})
-    with pytest.raises(UserError, match=r"got DeepseekV3ForCausalLM, which does not compute \(The"):
-        refuse_changed_logits(model)
+    with pytest.raises(
+        UserError, match="got DeepseekV3ForCausalLM, which fails in a trial of sampling and"
+    ):
+        trial(model)
 
 
 def test_a_sampler_that_is_wrong_is_refused_with_the_difference(monkeypatch):
@@ -100,7 +104,7 @@ def test_a_sampler_that_is_wrong_is_refused_with_the_difference(monkeypatch):
 def test_prefixes_that_a_model_cannot_share_are_refused_with_the_remedy():
     with pytest.raises(UserError, match=r"got DogeForCausalLM, which fails .*; set share_prefixes"):
         trial(model_of("doge"))
-    assert trial(model_of("doge"), "--no-share-prefixes") == []
+    trial(model_of("doge"), "--no-share-prefixes")
 
 
 def test_a_model_whose_attention_looks_back_by_its_own_count_is_refused():
@@ -118,13 +122,13 @@ def test_learned_positions_that_do_not_suffice_are_refused_before_anything_runs(
         says(str(error.value), "max_tokens: got 256", "48 tokens", "lower max_tokens")
 
 
-def test_learned_positions_are_looked_at_whatever_is_raised_beyond_them():
-    model = model_of("gptj", n_positions=48, rotary_dim=4)  # RuntimeError, not IndexError
+def test_positions_that_are_not_learned_may_be_too_few_as_well():
+    model = model_of("gptj", n_positions=48, rotary_dim=4)  # without a table of embeddings
     with pytest.raises(UserError, match="got 64, but the model has positions for 48 tokens"):
-        trial(model)
+        check.check_positions(model, 64)
 
 
-def test_logits_that_training_would_not_compute_are_refused_by_the_trial():
+def test_logits_that_training_would_not_compute_are_refused():
     with pytest.raises(UserError, match="got BertLMHeadModel, whose logits are not those of its"):
         trial(model_of("bert", is_decoder=True))
 
@@ -144,13 +148,13 @@ LAYERS_OF_OWN = {  # whose global heads are wider
 
 def test_layers_that_differ_in_their_heads_are_tried_and_counted():
     model = model_of("gemma4_text", **LAYERS_OF_OWN)
-    assert trial(model) == []
+    trial(model)
     assert memory._cached_per_token(model.config) == 2 * 16
     assert attention_size(model.config) == 4 * 16
 
 
 def test_rotary_positions_that_were_not_trained_are_told():
-    (said,) = trial(model_of("qwen3", head_dim=8, max_position_embeddings=32))
+    said = check.check_positions(model_of("qwen3", max_position_embeddings=32), 64)
     assert said.startswith("max_tokens is 64, and the model was made for 32 tokens (max_position_")
 
 
@@ -164,30 +168,42 @@ def test_check_and_a_run_tell_what_the_trial_found(tmp_path, capsys, monkeypatch
     assert capsys.readouterr().out.startswith("warning: max_tokens is 256, and the model was")
 
 
-@pytest.mark.parametrize("kind", ["qwen3_moe", "deepseek_v3", "gemma3_text", "llama", "gpt2"])
-def test_the_stand_in_of_a_large_model_is_small_and_has_every_kind_of_layer(kind):
-    config = AutoConfig.for_model(kind)
-    with torch.device("meta"):
-        large = AutoModelForCausalLM.from_config(config)
-    small = stand_in.stand_in(large)
-    assert type(small) is type(large)
-    assert small.num_parameters() < 60e6 < large.num_parameters()
-    kinds = set(getattr(config, "layer_types", None) or [])
-    assert set(getattr(small.config, "layer_types", None) or []) == kinds
-    assert gap_of(parse([]), small) < 5e-4
+def test_a_model_that_mixes_joined_sequences_up_is_refused():
+    trial(model_of("qwen3", head_dim=8), "--padding-free")
+    model = model_of("qwen3", head_dim=8)
+    decoder = model.model.forward
+    model.model.forward = lambda *ids, position_ids=None, **rest: decoder(*ids, **rest)
+    with pytest.raises(UserError, match=r"training differ by .*; set padding_free false or use"):
+        trial(model, "--padding-free", "--no-share-prefixes")
 
 
-def test_recurrent_layers_are_made_small_with_their_proportions():
-    shape = AutoConfig.for_model("qwen3_next")
-    assert (shape.linear_num_key_heads, shape.linear_num_value_heads) == (16, 32)
-    shape = stand_in._shrunk(shape)
-    assert (shape.linear_num_key_heads, shape.linear_num_value_heads) == (2, 4)
-    shape = AutoConfig.for_model("bamba")
-    shape = stand_in._shrunk(shape)
-    assert (shape.mamba_chunk_size, shape.mamba_d_state) == (16, 16)
+def test_a_model_that_scales_its_logits_is_refused():
+    model = model_of("gemma3_text", final_logit_softcapping=2.0, head_dim=8)
+    with pytest.raises(UserError, match="got Gemma3ForCausalLM, whose logits are not those of"):
+        trial(model)
 
 
-def test_an_architecture_that_cannot_be_made_small_is_told(monkeypatch):
-    monkeypatch.setattr(stand_in, "MOST_PARAMETERS", 10)
-    (said,) = trial(model_of("qwen3", head_dim=8))
-    assert said.startswith("not tried: a small model of this architecture (it would")
+@pytest.mark.parametrize("use_peft", [False, True], ids=["whole", "adapters"])
+def test_the_trial_changes_no_weight_and_no_later_token(use_peft):
+    """Also the sampler's random numbers stay, and with LoRA the adapters."""
+    model = model_of("qwen3", head_dim=8)
+    config = parse(["--max-tokens", "64", *["--use-peft"] * use_peft])
+    if use_peft:
+        model = lora.attach(model, config.model, "", 1)
+    sampler = make_sampler(model, chat(), config.rollout, torch.float32, is_main=False)
+    module = TokenLogprobs(model, 1.0, max_tokens=64).eval()
+    before = [parameter.clone() for parameter in model.parameters()]
+
+    def said():
+        (episode,) = sampler.open([[1, 2, 3]], [7])
+        (message,) = sampler.sample([episode], [20])
+        sampler.close(episode)
+        return message
+
+    expected = said()
+    arguments = sampler, module, Accelerator(), Ranks(0, 1, 5), config
+    refuse_disagreement(*arguments, list(range(1, 30)))
+    after = list(model.parameters())
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+    assert all(parameter.grad is None for parameter in after)
+    assert said() == expected
