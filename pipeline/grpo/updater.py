@@ -27,7 +27,7 @@ from pipeline.grpo.micro_batches import (
 )
 from pipeline.grpo.token_logprobs import TokenLogprobs
 from pipeline.models import allocation
-from pipeline.models.budget import cost_of_a_pair, memory_of, token_budget
+from pipeline.models.budget import cost_of_a_pair, memory_of_rank, token_budget
 from pipeline.models.lora import base_model
 from pipeline.rollout.trajectory import Trajectory
 
@@ -98,8 +98,7 @@ class Updater:
         )
         # Numbers of tokens in the forward passes of this rank, without and with padding.
         self.num_tokens = self.num_padded_tokens = 0
-        memory = memory_of(accelerator.device)
-        self._first_budget = token_budget(config, base_model(module.model), memory)
+        self._first_budget = token_budget(config, base_model(module.model), memory_of_rank())
         self.max_tokens_per_microbatch = self._first_budget
         self._pair = cost_of_a_pair(base_model(module.model))
         allocation.keep_freed_memory(module)

@@ -8,26 +8,25 @@ import torch
 
 from pipeline.config.settings import Config
 from pipeline.models.capabilities import attention_size, widest
-from pipeline.models.loading import dtype_of
+from pipeline.models.loading import dtype_of, on_gpu
 
 LEAST_TOKENS = 2048
 SHARE = 0.5  # share of the memory beside weights, gradients and moments that a micro-batch may take
 RANKS_OF_A_MACHINE = 8  # a fixed number, so that the number of ranks does not change micro-batches
 
 
-def memory_of(device: torch.device) -> float:
-    """Return the bytes of a GPU or, on CPU, an eighth of the machine's main memory."""
-    if device.type == "cuda":
-        return float(torch.cuda.get_device_properties(device).total_memory)
-    return main_memory() / RANKS_OF_A_MACHINE
+def memory_of_rank(num_ranks: int = RANKS_OF_A_MACHINE) -> float:
+    """Return the bytes that a rank has: the smallest GPU or, on CPUs, a share of main memory.
 
-
-def main_memory() -> float:
-    """Return the bytes of main memory that the system, or a container's limit, allows."""
+    `num_ranks` ranks share the main memory that the system, or a container's limit, allows.
+    """
+    if on_gpu():
+        devices = range(torch.cuda.device_count())
+        return float(min(torch.cuda.get_device_properties(i).total_memory for i in devices))
     total, limit = psutil.virtual_memory().total, Path("/sys/fs/cgroup/memory.max")
     if limit.is_file() and limit.read_text().strip().isdigit():
         total = min(total, int(limit.read_text()))
-    return float(total)
+    return float(total) / num_ranks
 
 
 def token_budget(config: Config, model: Any, memory: float) -> int:

@@ -54,15 +54,14 @@ def with_episodes_that_fit(memory: Memory) -> tuple[Memory, list[str]]:
 
 
 def refuse_lack_of_memory(memory: Memory) -> None:
-    """Raise UserError if a phase of the run needs more memory than a rank has here."""
-    phases, have = memory.phases(), memory_of_a_rank(memory.config)
-    phase, need = memory.largest()
+    """Raise UserError if the run needs more memory than a rank has here."""
+    need, have = memory.need(), memory_of_a_rank(memory.config)
     if need > have:
-        terms = " + ".join(f"{name} {size / GIB:.1f}" for name, size in phases[phase].items())
+        terms = " + ".join(f"{name} {size / GIB:.1f}" for name, size in memory.terms().items())
         raise UserError(
-            f"memory: each rank needs {need / GIB:.1f} GiB for the {phase} ({terms}) and has "
-            f"{have / GIB:.1f}; lower max_tokens or max_tokens_per_microbatch, set use_peft or "
-            "shard_optimizer, or take a smaller model or larger GPUs"
+            f"memory: each rank needs {need / GIB:.1f} GiB ({terms}; of cache and activations the "
+            f"larger) and has {have / GIB:.1f}; lower max_tokens or max_tokens_per_microbatch, set "
+            "use_peft or shard_optimizer, or take a smaller model or larger GPUs"
         )
 
 
@@ -189,18 +188,11 @@ def _plan(config: Config, parts: Prepared) -> Iterator[str]:
 
 
 def _table(memory: Memory) -> Iterator[str]:
-    """Yield the lines of the table of memory: a row for each term, a column for each phase."""
-    fitting = memory.bounds()  # also chooses the GPU of another machine
-    phases, have = memory.phases(), memory_of_a_rank(memory.config)
-    terms = dict.fromkeys(term for of in phases.values() for term in of)
-    sums = {"sum": {name: sum(of.values()) for name, of in phases.items()}}
-    rows = {term: {name: of.get(term, 0.0) for name, of in phases.items()} for term in terms}
-    yield f"\n{'memory per rank, estimated, in GiB':<36}{''.join(f'{n:>12}' for n in phases)}"
-    for term, sizes in (rows | sums).items():
-        row = (f"{size / GIB:.2f}" if size else "-" for size in sizes.values())
-        yield f"  {term:<34}{''.join(f'{cell:>12}' for cell in row)}"
-    phase, need = memory.largest()
+    """Yield the lines of the table of memory."""
+    yield "\nmemory per rank, estimated, in GiB"
+    yield from (f"  {name:<34}{size / GIB:>12.2f}" for name, size in memory.terms().items())
+    need, have = memory.need(), memory_of_a_rank(memory.config)
+    yield f"  {'sum, with the larger of the last two':<34}{need / GIB:>12.2f}"
     fits = "fits" if need <= have else "does not fit: a run would be refused here"
-    of = f"of {have / GIB:.1f} GiB that a rank has here: {fits}"
-    yield f"  the {phase} needs most: {need / GIB:.2f} GiB, {of}"
-    yield f"  {fitting}"
+    yield f"  of {have / GIB:.1f} GiB that a rank has here: {fits}"
+    yield f"  {memory.bounds()}"

@@ -220,7 +220,7 @@ class Bench:
         rollout = {"max_tokens": 2048, "max_concurrent_episodes": 32, "tasks_per_step": 4}
         sections: Any = {"rollout": rollout, "warm_start": {"steps": 0}}
         sections["model"] = {"mixed_precision": "bf16"}
-        told = Memory(Config.model_validate(sections)).phases()["rollout"]
+        told = Memory(Config.model_validate(sections)).terms()
         from pipeline.models.tiny import tiny_model, tiny_tokenizer
 
         model = tiny_model(tiny_tokenizer(), 0).to("cuda")

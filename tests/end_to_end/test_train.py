@@ -313,7 +313,7 @@ class Crowded(Unreported):
 
     def __init__(self, config: Config, *arguments: Any, **further: Any) -> None:
         limits = config.rollout.model_copy(update={"max_concurrent_episodes": 4})
-        need = Memory(config.model_copy(update={"rollout": limits})).largest()[1]
+        need = Memory(config.model_copy(update={"rollout": limits})).need()
         with pytest.MonkeyPatch.context() as patch:
             for module in (memory, check):
                 patch.setattr(module, "memory_of_a_rank", lambda _: need)

@@ -1,12 +1,11 @@
 """How much a micro-batch holds: at 12,000 tokens, a group whose members share what they share."""
 
 import pytest
-import torch
 
 from pipeline.config.recipe import load_recipe
 from pipeline.config.settings import Config
 from pipeline.grpo.micro_batches import make_micro_batches
-from pipeline.models.budget import bytes_per_token, cost_of_a_pair, memory_of, token_budget
+from pipeline.models.budget import bytes_per_token, cost_of_a_pair, memory_of_rank, token_budget
 from pipeline.models.loading import empty_model
 from pipeline.models.tiny import tiny_model
 from scripts.proofs.grid import make_trajectory
@@ -43,7 +42,7 @@ def test_the_budget_is_a_group_of_full_length_or_what_memory_holds_but_an_episod
 
 
 def test_the_tiny_recipe_keeps_its_micro_batches():
-    model, memory = tiny_model(tokenizer(), 0), memory_of(torch.device("cpu"))
+    model, memory = tiny_model(tokenizer(), 0), memory_of_rank()
     assert token_budget(Config(), model, memory) == 2048
 
 

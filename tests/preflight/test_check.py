@@ -74,13 +74,10 @@ def test_check_prints_what_the_tiny_recipe_would_do(capsys):
             f"--- a prompt of {domain} (train-medium-0-00000) ---\n<|im_start|>system\n{domain}\n"
             in said
         )
-    heads = r"estimated, in GiB +rollout +update +checkpoint +warm start\n"
-    assert re.search(heads, said)
-    for part in ("weights (fp32)", "key-value cache", "AdamW", "output layer", "sum"):
-        assert re.search(rf"  {re.escape(part)}.*( +(\d+\.\d\d|-)){{4}}\n", said)
-    assert re.search(
-        r"  the \w[\w ]* needs most: \d+\.\d\d GiB, of \d+\.\d GiB that .* fits\n", said
-    )
+    assert "memory per rank, estimated, in GiB\n" in said
+    for part in ("weights (fp32)", "key-value cache", "moments of AdamW", "logits", "sum"):
+        assert re.search(rf"  {re.escape(part)}.* +\d+\.\d\d\n", said)
+    assert re.search(r"  of \d+\.\d GiB that a rank has here: fits\n", said)
     assert re.search(
         r"  into \d.* GiB fit max_tokens [\d,]+ with 512 episodes at once, or 720 of 720", said
     )
@@ -117,13 +114,12 @@ def test_a_shipped_recipe_for_a_hub_model_is_checked_without_the_hub(capsys):
     said = capsys.readouterr().out
     assert "that a rank has here" in said
     assert said.startswith("recipe qwen3_4b_8gpu: model Qwen/Qwen3-4B\n")
-    assert re.search(r"  weights \(bf16\)( +7\.49){3}\n", said)
-    assert "weights of the sampler" not in said
-    assert re.search(r"  AdamW \(fp32, two moments\)( +0\.25){3}\n", said)
-    assert re.search(r"  key-value cache +36\.00 +- +-\n", said)
-    assert re.search(r"  sum +47\.70 +40\.67 +9\.61\n", said)
-    assert "  the rollout needs most: 47.70 GiB, " in said
-    bounds = "max_tokens 14,160 with 32 episodes at once, or 52 of 90 episodes at once with"
+    assert re.search(r"  weights \(bf16\) +7\.49\n", said)
+    assert "sampling copy" not in said
+    assert re.search(r"  moments of AdamW +0\.25\n", said)
+    assert re.search(r"  key-value cache +36\.00\n", said)
+    assert re.search(r"  sum, with the larger of the last two +46\.61\n", said)
+    bounds = "max_tokens 14,540 with 32 episodes at once, or 56 of 90 episodes at once with"
     assert f"  into 74.5 GiB (a GPU of 80 GB) fit {bounds} max_tokens 8,192\n" in said
 
 
@@ -151,70 +147,57 @@ def test_the_known_shape_of_qwen3_has_its_number_of_parameters():
 
 
 @pytest.mark.parametrize(
-    ("recipe", "phase", "gib", "gpu"),
+    ("recipe", "gib"),
     [
-        (QWEN, "rollout", 47.7, 80),
-        ("qwen3_4b_tau2_8gpu", "rollout", 47.4, 80),
-        ("qwen3_8b_lora_8gpu", "update", 57.2, 80),
-        ("qwen3_0.6b_1gpu", "update", 18.4, 24),
+        (QWEN, 46.6),
+        ("qwen3_4b_tau2_8gpu", 46.6),
+        ("qwen3_8b_lora_8gpu", 62.9),
+        ("qwen3_0.6b_1gpu", 19.5),
     ],
 )
-def test_a_recipe_tells_the_memory_that_it_needs_on_gpus(recipe, phase, gib, gpu, monkeypatch):
+def test_a_recipe_tells_the_memory_that_it_needs_on_gpus(recipe, gib, monkeypatch):
     monkeypatch.setattr(Memory, "_could_run_here", lambda _: False)
     memory = Memory(load_recipe(recipe))
-    assert memory.have == gpu * 1e9
-    assert (memory.largest()[0], round(memory.largest()[1] / GIB, 1)) == (phase, gib)
+    assert memory.have == 80e9
+    assert round(memory.need() / GIB, 1) == gib
     told = (ROOT / "recipes" / f"{recipe}.yaml").read_text().replace("\n# ", " ")
-    assert f"the phase that needs most, the {phase}, as `--check` adds it up: {gib} GiB" in told
+    assert f"as `--check` adds it up: {gib} GiB" in told
 
 
-def test_4b_with_lora_at_12000_tokens_needs_less_than_60_gb():
-    recipe = with_settings(load_recipe("qwen3_4b_tau2_8gpu"), rollout={"max_tokens": 12_000})
-    assert Memory(recipe).largest() == ("update", pytest.approx(43.4e9, rel=0.01))
-
-
-def phases(**sections):
-    return Memory(config(**sections)).phases()
+def terms(**sections):
+    return Memory(config(**sections)).terms()
 
 
 def test_the_memory_of_the_tiny_recipe_adds_up():
     settings = {"run": {"num_gpus": 2}, "rollout": {"tasks_per_step": 23}}
     count = tiny_model(tokenizer(), 0).num_parameters()
-    need = phases(**settings)
-    assert list(need) == ["rollout", "update", "checkpoint", "warm start"]
-    update = need["update"]
-    assert update["weights (fp32)"] == update["gradients (fp32)"] == 4 * count
-    assert update["AdamW (fp32, two moments)"] == 8 * count
+    memory = Memory(config(**settings))
+    found = memory.terms()
+    assert found["weights (fp32)"] == found["gradients"] == 4 * count
+    assert found["moments of AdamW"] == 8 * count
     # 2 (keys, values) x 3 layers x 2 heads x 32 x 4 bytes x 256 tokens x 12 groups x 8 episodes
-    assert need["rollout"]["key-value cache"] == 37_748_736
-    assert "reference policy (fp32)" not in update
+    assert found["key-value cache"] == 37_748_736
+    assert "reference policy" not in found and "sampling copy" not in found
+    activations = found["activations of a micro-batch"]
+    assert memory.need() == sum(found.values()) - min(37_748_736, activations)
 
 
 def test_the_cache_holds_the_episodes_of_a_step_or_of_an_evaluation_but_no_more_than_the_limit():
     def episodes(**sections):
-        cache = phases(**sections)["rollout"]["key-value cache"]
-        return cache / (2 * 3 * 2 * 32 * 4 * 256)
+        return terms(**sections)["key-value cache"] / (2 * 3 * 2 * 32 * 4 * 256)
 
     assert episodes() == 24 * 8
     assert episodes(data={"eval_tasks_per_domain": 50}) == 3 * 50 * 2
-    assert episodes(data={"eval_tasks_per_domain": 51}, run={"num_gpus": 2}) == 3 * 51 + 3
-    assert episodes(rollout={"max_concurrent_episodes": 10}) == 12  # rows come in fours
-
-
-def test_a_cache_stays_after_rollouts_on_cpu_and_goes_on_a_gpu():
-    here, there = phases(), phases(run={"num_gpus": 4096}, model={"mixed_precision": "bf16"})
-    assert "key-value cache" in here["update"] and "key-value cache" in here["checkpoint"]
-    assert "key-value cache" in there["rollout"] and "key-value cache" not in there["update"]
-    assert there["update"]["CUDA and NCCL (an allowance)"] == 1.5 * GIB
+    assert episodes(data={"eval_tasks_per_domain": 51}, run={"num_gpus": 2}) == 3 * 51
+    assert episodes(rollout={"max_concurrent_episodes": 10}) == 10
 
 
 def test_a_reference_policy_and_less_to_train_change_the_sum():
-    plain = phases()["update"]
-    with_reference = phases(grpo={"beta": 0.1})["update"]
-    assert with_reference["reference policy (fp32)"] == plain["weights (fp32)"]
-    (evaluation,) = phases(grpo={"use_grpo": False}).values()
-    assert list(evaluation)[:2] == ["weights (fp32)", "Python and libraries"]
-    saving = phases(grpo={"gradient_checkpointing": True})["update"]
+    plain = terms()
+    assert terms(grpo={"beta": 0.1})["reference policy"] == plain["weights (fp32)"]
+    evaluation = terms(grpo={"use_grpo": False})
+    assert [*evaluation][1:] == ["weights (fp32)", "logits", "key-value cache"]
+    saving = terms(grpo={"gradient_checkpointing": True})
     kept = "activations of a micro-batch"
     assert saving[kept] < plain[kept]
 
@@ -222,7 +205,7 @@ def test_a_reference_policy_and_less_to_train_change_the_sum():
 def test_a_micro_batch_counts_no_more_tokens_than_a_rank_trains_on_in_a_step():
     def activations(budget, grpo=None, **sections):
         grpo = {"max_tokens_per_microbatch": budget, **(grpo or {})}
-        return phases(grpo=grpo, **sections)["update"]["activations of a micro-batch"]
+        return terms(grpo=grpo, **sections)["activations of a micro-batch"]
 
     def is_filled_by(num_episodes, **sections):
         tokens = num_episodes * 256
@@ -232,9 +215,7 @@ def test_a_micro_batch_counts_no_more_tokens_than_a_rank_trains_on_in_a_step():
     assert is_filled_by(24 * 8)
     two = {"run": {"num_gpus": 2}}
     assert is_filled_by(12 * 8, **two)
-    dynamic = {"dynamic_sampling": True}
-    assert is_filled_by(13 * 8, grpo=dynamic, **two)
-    assert is_filled_by(24 * 8, grpo={**dynamic, "balance_ranks": False}, **two)
+    assert is_filled_by(24 * 8, grpo={"dynamic_sampling": True}, **two)
     assert is_filled_by(2, rollout={"tasks_per_step": 1, "num_generations": 2})
 
 
@@ -243,40 +224,23 @@ def test_adapters_alone_need_gradients_moments_and_a_reference():
     count = 36 * 16 * (2 * (2560 + 4096) + 2 * (2560 + 1024) + 3 * (2560 + 9728))
     recipe = load_recipe(QWEN)
     assert recipe.model.use_peft and (recipe.model.lora_r, recipe.warm_start.steps) == (16, 0)
-    need = Memory(with_settings(recipe, grpo={"beta": 0.1})).phases()["update"]
-    assert need["LoRA adapters (fp32)"] == need["gradients (fp32)"] == 4 * count
-    assert need["adapters of the sampler (fp32)"] == need["reference policy (fp32)"] == 4 * count
-    assert need["AdamW (fp32, two moments)"] == 8 * count
+    need = Memory(with_settings(recipe, grpo={"beta": 0.1})).terms()
+    assert need["LoRA adapters, twice"] == 8 * count
+    assert need["gradients"] == need["reference policy"] == 4 * count
+    assert need["moments of AdamW"] == 8 * count
     assert need["weights (bf16)"] == 2 * 4_022_468_096
-    assert not {"weights of the sampler", "bf16 copies of the weights"} & need.keys()
-    some = Memory(with_settings(recipe, model={"lora_target_modules": ["q_proj"]})).phases()
-    assert some["update"]["gradients (fp32)"] == 4 * 36 * 16 * (2560 + 4096)
+    assert "sampling copy" not in need
+    some = Memory(with_settings(recipe, model={"lora_target_modules": ["q_proj"]})).terms()
+    assert some["gradients"] == 4 * 36 * 16 * (2560 + 4096)
 
 
-def test_full_training_in_bf16_casts_weights_and_a_sharded_optimizer_leaves_each_rank_its_share():
+def test_full_training_in_bf16_has_a_copy_and_a_sharded_optimizer_leaves_each_rank_its_share():
     recipe = with_settings(load_recipe(QWEN), model={"use_peft": False})
-    whole = Memory(recipe).phases()
-    shared = Memory(with_settings(recipe, grpo={"shard_optimizer": True})).phases()
-    moments = "AdamW (fp32, two moments)"
-    assert whole["update"][moments] == 8 * 4_022_468_096
-    assert whole["update"]["bf16 copies of the weights"] == 2 * 4_022_468_096
-    assert whole["update"]["weights of the sampler"] == 2 * 4_022_468_096
-    assert shared["update"] == {**whole["update"], moments: 4_022_468_096}  # on 8 ranks
-    on_the_way = {"moments on the way to rank 0": 4_022_468_096}
-    assert shared["checkpoint"] == {**whole["checkpoint"], moments: 4_022_468_096, **on_the_way}
-
-
-def test_a_warm_start_trains_what_the_run_trains_without_a_reference():
-    warm_start = with_settings(load_recipe(QWEN), warm_start={"steps": 1})
-    need = Memory(warm_start).phases()["warm start"]
-    adapters = need["LoRA adapters (fp32)"]
-    assert need["gradients (fp32)"] == need["adapters of the sampler (fp32)"] == adapters
-    assert need["AdamW (fp32, two moments)"] == 2 * adapters
-    assert need["weights (bf16)"] == 2 * 4_022_468_096
-    assert not {"key-value cache", "reference policy (fp32)"} & need.keys()
-    whole = Memory(with_settings(warm_start, model={"use_peft": False})).phases()["warm start"]
-    assert whole["AdamW (fp32, two moments)"] == 8 * 4_022_468_096
-    assert whole["weights of the sampler"] == 2 * 4_022_468_096
+    whole = Memory(recipe).terms()
+    shared = Memory(with_settings(recipe, grpo={"shard_optimizer": True})).terms()
+    assert whole["moments of AdamW"] == 8 * 4_022_468_096
+    assert whole["sampling copy"] == 2 * 4_022_468_096
+    assert shared == {**whole, "moments of AdamW": 4_022_468_096}  # on 8 ranks
 
 
 def with_settings(settings: Config, **sections) -> Config:
@@ -293,10 +257,10 @@ def test_a_run_on_a_checkpoint_of_adapters_is_checked(tmp_path):
     adapters = lora.attach(base, ModelSettings(lora_r=2), name, 0)
     path = str(save(tmp_path, "stage-1-airline", adapters, tokenizer(), TrainState().state_dict()))
     plain, own = (config(model={"model": model}) for model in (name, path))
-    assert Memory(own).phases() == Memory(plain).phases() == Memory(config()).phases()
+    assert Memory(own).terms() == Memory(plain).terms() == Memory(config()).terms()
     assert validate(own).tokenizer.chat_template == tokenizer().chat_template
     further = {"model": path, "use_peft": True}
-    assert "LoRA adapters (fp32)" in phases(model=further, warm_start={"steps": 0})["update"]
+    assert "LoRA adapters, twice" in terms(model=further, warm_start={"steps": 0})
 
 
 def test_wrong_targets_of_adapters_are_refused_before_anything_runs():
@@ -307,11 +271,9 @@ def test_wrong_targets_of_adapters_are_refused_before_anything_runs():
 
 def test_a_run_that_cannot_fit_is_refused_with_the_sum():
     message = refusal(validate, config(rollout={"max_tokens": 10**9}))
-    assert re.match(
-        r"memory: each rank needs \d+\.\d GiB for the [a-z ]+ \(weights \(fp32\) 0\.0", message
-    )
+    assert re.match(r"memory: each rank needs \d+\.\d GiB \(CUDA or Python, and lib", message)
     assert re.search(r" \+ key-value cache \d+\.\d ", message)
-    assert re.search(r"\) and has \d+\.\d; lower max_tokens or ", message)
+    assert re.search(r"larger\) and has \d+\.\d; lower max_tokens or ", message)
 
 
 def test_a_check_refuses_what_does_not_fit_here_unless_the_run_is_for_another_machine(capsys):
@@ -328,9 +290,6 @@ def test_a_run_for_this_machines_processors_counts_no_gpu(monkeypatch):
     def is_for_gpu(model, num_gpus, **settings):
         memory = Memory(config(model={"model": model, **settings}, run={"num_gpus": num_gpus}))
         assert memory.has_gpu != memory.is_here
-        terms = memory.phases()["update"]
-        assert memory.has_gpu == ("CUDA and NCCL (an allowance)" in terms)
-        assert memory.has_gpu != ("Python and libraries" in terms)
         return memory.has_gpu
 
     half = {"mixed_precision": "bf16"}
@@ -341,26 +300,13 @@ def test_a_run_for_this_machines_processors_counts_no_gpu(monkeypatch):
     assert is_for_gpu("Qwen/Qwen3-0.6B", 3, **half)  # more ranks than processors
 
 
-def test_a_group_computes_its_prompt_once():
-    def trained(prompts, **grpo):
-        settings = config(grpo={"max_tokens_per_microbatch": 10**9, **grpo})
-        return Memory(settings, None, prompts).phases()["update"]["activations of a micro-batch"]
-
-    whole = trained(None)
-    tokens, copied = 24 * (56 + 8 * 200), 24 * 7 * 56
-    of_a_key = 3 * 2 * (2 * 32) * 4  # layers, keys and values, heads, bytes
-    expected = whole * tokens / (24 * 8 * 256) + copied * of_a_key
-    assert trained({"airline": 56, "retail": 100}) == expected
-    assert trained({"airline": 56}, share_prefixes=False) == whole
-
-
 def test_an_episode_of_one_message_is_no_longer_than_prompt_and_turn():
     data = {"domains": ["sums"], "tasks": {"sums": "sums.jsonl"}, "reward_funcs": ["own:right"]}
 
     def trained(data, max_tokens):
         limits = {"max_tokens": max_tokens, "max_tokens_per_turn": 40}
         settings = config(data=data, rollout=limits, grpo={"max_tokens_per_microbatch": 10**9})
-        of = Memory(settings, None, {"sums": 60}).phases()["update"]
+        of = Memory(settings, None, {"sums": 60}).terms()
         return of["activations of a micro-batch"]
 
     assert trained(data, 100) == trained(data, 5000) < trained(data, 90) * 2
@@ -374,11 +320,11 @@ def test_an_episode_of_one_message_is_no_longer_than_prompt_and_turn():
 def test_as_many_episodes_play_at_once_as_fit(monkeypatch, capsys):
     large = config(rollout={"max_tokens": 4096, "max_concurrent_episodes": 100})
     large = with_settings(large, grpo={"use_grpo": False}, evaluation={"eval_trials": 8})
-    need = Memory(large).largest()[1]  # 3 domains x 6 tasks x 8 trials are more than 100 episodes
+    need = Memory(large).need()  # 3 domains x 6 tasks x 8 trials are more than 100 episodes
     monkeypatch.setattr("pipeline.preflight.memory.memory_of_a_rank", lambda _: need)
     assert validate(large).episodes_at_once == 100
     assert capsys.readouterr().out == ""
-    enough = Memory(with_settings(large, rollout={"max_concurrent_episodes": 40})).largest()[1]
+    enough = Memory(with_settings(large, rollout={"max_concurrent_episodes": 40})).need()
     for module in ("memory", "check"):
         monkeypatch.setattr(f"pipeline.preflight.{module}.memory_of_a_rank", lambda _: enough)
     assert validate(large).episodes_at_once == 40
