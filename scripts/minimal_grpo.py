@@ -32,8 +32,7 @@ from pipeline.grpo.micro_batches import make_micro_batches
 from pipeline.grpo.token_logprobs import TokenLogprobs
 from pipeline.models.tiny import tiny_model, tiny_tokenizer
 from pipeline.models.weights import trained_weights
-from pipeline.rollout.policies import SamplerPolicy
-from pipeline.rollout.rollout import Rollout, RolloutRequest
+from pipeline.rollout.rollout import Rollout, RolloutRequest, SamplerPolicy
 from pipeline.rollout.sampler import Sampler, make_sampler
 from pipeline.rollout.trajectory import Trajectory
 from pipeline.sft import IGNORED, encode

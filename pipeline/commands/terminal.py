@@ -25,9 +25,8 @@ from pipeline.models.loading import load_folder, load_tokenizer, on_gpu, uses_bf
 from pipeline.models.rotary import fix_rotary
 from pipeline.preflight.prepare import long_prompts, needs_of
 from pipeline.preflight.tasks import task_sets
-from pipeline.rollout.policies import SamplerPolicy
 from pipeline.rollout.rewards import load_reward_functions
-from pipeline.rollout.rollout import Rollout, RolloutRequest
+from pipeline.rollout.rollout import Rollout, RolloutRequest, SamplerPolicy
 from pipeline.rollout.sampler import make_sampler
 from pipeline.rollout.trajectory import StopReason, Trajectory
 

@@ -7,6 +7,7 @@ from pipeline.data.tasks import Task
 
 # Arguments: the policy (`rollout/own_loop.py`) and the task. Result: the reward.
 Play = Callable[[Any, Task], Coroutine[Any, Any, float]]
+OWN_LOOP = "_own_loop"  # attribute of an environment class that stands for a loop: the loop
 
 
 def environment_of(loop: Play) -> type[Any]:
@@ -15,7 +16,6 @@ def environment_of(loop: Play) -> type[Any]:
     class OwnLoop:
         """The environment of an episode that a user's loop plays; it keeps the reward."""
 
-        _own_loop = staticmethod(loop)
         reward: Any = 0.0
 
         def reset(self, **row: Any) -> None:
@@ -25,10 +25,6 @@ def environment_of(loop: Play) -> type[Any]:
             """Return what the loop has returned."""
             return self.reward
 
+    setattr(OwnLoop, OWN_LOOP, staticmethod(loop))
     OwnLoop.__name__ = getattr(loop, "__name__", "OwnLoop")
     return OwnLoop
-
-
-def own_loop_of(environment: type[Any]) -> Play | None:
-    """Return the user's loop that an environment stands for, or None."""
-    return getattr(environment, "_own_loop", None)

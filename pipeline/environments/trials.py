@@ -12,7 +12,7 @@ from pipeline.environments.calls import guarded
 from pipeline.environments.domains import Domain
 from pipeline.environments.experts import goal_of
 from pipeline.environments.faults import EnvironmentFault
-from pipeline.environments.own_loops import own_loop_of
+from pipeline.environments.own_loops import OWN_LOOP
 from pipeline.environments.random_state import RandomState
 from pipeline.environments.tools import (
     Started,
@@ -44,7 +44,7 @@ def try_task(
     episode must have a request. With a `success`, the domain's expert must also reach this reward
     if the task has a goal.
     """
-    if own_loop_of(domain.environment) is not None:
+    if hasattr(domain.environment, OWN_LOOP):
         return ""  # a loop cannot be tried without a model
     where, made = f"{source}: task {shown(task.id)}", list[Started]()
     is_solvable = success is not None and domain.expert is not None and goal_of(task) is not None

@@ -19,9 +19,8 @@ from pipeline.environments.faults import EnvironmentFault
 from pipeline.evaluation.error_rates import commonest, errors_of
 from pipeline.evaluation.evaluate import ATTEMPTS, evaluate, failed_trials, success, unscored_trials
 from pipeline.files.untrusted import parse_json
-from pipeline.rollout.policies import Conversation, Said
 from pipeline.rollout.rollout import Progress, Rollout
-from pipeline.rollout.trajectory import RunRecord, Trajectory
+from pipeline.rollout.trajectory import Conversation, RunRecord, Said, Trajectory
 
 
 class EndpointPolicy:

@@ -1,9 +1,8 @@
-"""Comparisons of the sampler's log-probabilities with training's.
+"""A comparison of the sampler's log-probabilities with training's, before anything is trained.
 
 GRPO is correct only if both are equal. In some architectures, caches, masks, positions or routers
-make them differ. Before anything is trained, `refuse_disagreement` compares both on conversations
-that the run's own sampler has sampled with the run's own weights. After each transfer of new
-weights, a Probe compares both on a fixed text.
+make them differ. `refuse_disagreement` compares both on conversations that the run's own sampler
+has sampled with the run's own weights.
 """
 
 import math
@@ -13,13 +12,12 @@ from typing import Any
 
 import torch
 
-from pipeline.chat.template import Chat
 from pipeline.config.settings import Config
 from pipeline.data.rng import stream_key
 from pipeline.distributed.ranks import Ranks
-from pipeline.errors import RunError, UserError
+from pipeline.errors import UserError
 from pipeline.files.untrusted import reason_of
-from pipeline.grpo.micro_batches import make_micro_batches, micro_batch
+from pipeline.grpo.micro_batches import make_micro_batches
 from pipeline.grpo.token_logprobs import TokenLogprobs
 from pipeline.models.loading import dtype_of
 from pipeline.models.lora import base_model
@@ -37,7 +35,6 @@ BOUND_OF_GENERATE = 0.05  # the least bound if transformers' `generate` samples
 # In bf16, a model may round more than that (Gemma 3 270M: up to 0.2). The same text tells how much:
 # the sampler's difference was up to 2.0 times that between training with and without autocast.
 ROUNDINGS = 4
-PROBE = "The customer asks for a refund of the order, which was paid by card; the agent looks."
 PROMPT, TURNS, MESSAGE, REPLY = 64, 2, 6, 5  # tokens of a prompt; turns; tokens of both messages
 
 
@@ -193,44 +190,3 @@ def _active_adapters(model: Any, sampler: Sampler, config: Config) -> Iterator[N
         for parameter, values in zip(adapters, before, strict=True):
             parameter.copy_(values)
         sampler.load_weights(trained_weights(model))
-
-
-class Probe:
-    """Compares the sampler's log-probabilities of a text with training's after new weights.
-
-    The median over the text's tokens counts, because rounding may change single tokens by more,
-    where a router chooses other experts. In bf16, the bound is wide, and as wide as the model's own
-    rounding demands. A sampler whose values stay the same bit by bit while training's change is
-    therefore a fault, too.
-    """
-
-    def __init__(self, chat: Chat, dtype: torch.dtype) -> None:
-        self._bound = BOUNDS[dtype]
-        self._ids = chat.tokenizer(PROBE)["input_ids"][:16]
-        text = Trajectory(domain="", task_id="", prompt_ids=self._ids[:1])
-        text.append(self._ids[1:], [0.0] * (len(self._ids) - 1))
-        self._batch = micro_batch([(text, 0.0, 0.0)], 0)
-        self._moved: tuple[torch.Tensor, torch.Tensor] | None = None  # when the sampler's changed
-
-    @torch.no_grad()
-    def check(self, sampler: Sampler, module: Any, accelerator: Any, when: str) -> None:
-        """Raise RunError if the sampler has other weights than `module`, a TokenLogprobs."""
-        sampled, batch = sampler.logprobs(self._ids), self._batch.to(accelerator.device)
-        with accelerator.autocast():
-            trained = module(batch)[0].cpu()
-        gap, bound, why = float((sampled - trained).abs().median()), self._bound, ""
-        if not gap <= bound:
-            rounding = float((trained - module(batch)[0].cpu()).abs().median())
-            bound = max(bound, ROUNDINGS * rounding)
-        if not gap <= bound:
-            why = f"differ from training's by {gap:.2g} nats in the median, at most {bound:.2g}"
-        if self._moved is None or not torch.equal(sampled, self._moved[0]):
-            self._moved = sampled, trained
-        elif (change := float((trained - self._moved[1]).abs().median())) > self._bound / 100:
-            why = why or f"have not changed, but training's have by {change:.2g} nats"
-        if why:
-            raise RunError(
-                f"weights of the sampler, {when}: its log-probabilities of a fixed text {why}, so "
-                "it did not get all weights; resume from the last checkpoint, and if this comes "
-                "again, mend load_weights of the sampler, or set mixed_precision no"
-            )

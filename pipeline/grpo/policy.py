@@ -1,9 +1,11 @@
-"""The policy: a model, its rollouts, and its updater."""
+"""The policy: a model, its rollouts, its updater, and a probe of the weights that sample."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from pipeline.chat.template import Chat
 from pipeline.checkpoints.checkpoint import Checkpointer, load_optimizer
@@ -18,7 +20,9 @@ from pipeline.config.settings import Config
 from pipeline.data.curriculum import Stage
 from pipeline.distributed.ranks import Ranks
 from pipeline.environments.faults import FaultLog
-from pipeline.grpo.agreement import Probe, refuse_disagreement
+from pipeline.errors import RunError
+from pipeline.grpo.agreement import BOUNDS, ROUNDINGS, refuse_disagreement
+from pipeline.grpo.micro_batches import micro_batch
 from pipeline.grpo.token_logprobs import TokenLogprobs
 from pipeline.grpo.updater import Reference, Updater
 from pipeline.models import lora
@@ -26,9 +30,52 @@ from pipeline.models.capabilities import recompute_layers
 from pipeline.models.loading import dtype_of
 from pipeline.models.rotary import fix_rotary
 from pipeline.models.weights import has_adapters, trained_weights
-from pipeline.rollout.policies import SamplerPolicy
-from pipeline.rollout.rollout import Rollout
+from pipeline.rollout.rollout import Rollout, SamplerPolicy
 from pipeline.rollout.sampler import Sampler
+from pipeline.rollout.trajectory import Trajectory
+
+PROBE = "The customer asks for a refund of the order, which was paid by card; the agent looks."
+
+
+class Probe:
+    """Compares the sampler's log-probabilities of a text with training's after new weights.
+
+    The median over the text's tokens counts, because rounding may change single tokens by more,
+    where a router chooses other experts. In bf16, the bound is wide, and as wide as the model's own
+    rounding demands. A sampler whose values stay the same bit by bit while training's change is
+    therefore a fault, too.
+    """
+
+    def __init__(self, chat: Chat, dtype: torch.dtype) -> None:
+        self._bound = BOUNDS[dtype]
+        self._ids = chat.tokenizer(PROBE)["input_ids"][:16]
+        text = Trajectory(domain="", task_id="", prompt_ids=self._ids[:1])
+        text.append(self._ids[1:], [0.0] * (len(self._ids) - 1))
+        self._batch = micro_batch([(text, 0.0, 0.0)], 0)
+        self._moved: tuple[torch.Tensor, torch.Tensor] | None = None  # when the sampler's changed
+
+    @torch.no_grad()
+    def check(self, sampler: Sampler, module: Any, accelerator: Any, when: str) -> None:
+        """Raise RunError if the sampler has other weights than `module`, a TokenLogprobs."""
+        sampled, batch = sampler.logprobs(self._ids), self._batch.to(accelerator.device)
+        with accelerator.autocast():
+            trained = module(batch)[0].cpu()
+        gap, bound, why = float((sampled - trained).abs().median()), self._bound, ""
+        if not gap <= bound:
+            rounding = float((trained - module(batch)[0].cpu()).abs().median())
+            bound = max(bound, ROUNDINGS * rounding)
+        if not gap <= bound:
+            why = f"differ from training's by {gap:.2g} nats in the median, at most {bound:.2g}"
+        if self._moved is None or not torch.equal(sampled, self._moved[0]):
+            self._moved = sampled, trained
+        elif (change := float((trained - self._moved[1]).abs().median())) > self._bound / 100:
+            why = why or f"have not changed, but training's have by {change:.2g} nats"
+        if why:
+            raise RunError(
+                f"weights of the sampler, {when}: its log-probabilities of a fixed text {why}, so "
+                "it did not get all weights; resume from the last checkpoint, and if this comes "
+                "again, mend load_weights of the sampler, or set mixed_precision no"
+            )
 
 
 class Policy:

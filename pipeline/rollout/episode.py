@@ -18,11 +18,10 @@ from pipeline.environments import tools
 from pipeline.environments.calls import Calls
 from pipeline.environments.customers import reply_of
 from pipeline.environments.faults import EnvironmentFault, FaultLog
-from pipeline.environments.own_loops import Play, own_loop_of
+from pipeline.environments.own_loops import OWN_LOOP, Play
 from pipeline.environments.random_state import RandomState
 from pipeline.rollout.own_loop import LoopPolicy, play
-from pipeline.rollout.policies import Conversation, Policy
-from pipeline.rollout.trajectory import StopReason, Trajectory
+from pipeline.rollout.trajectory import Conversation, Policy, StopReason, Trajectory
 
 UNKNOWN_TOOL = "unknown"  # calls of all nonexistent tools are counted under this name
 
@@ -117,7 +116,7 @@ class Episode:
         try:
             await self._reset()
             end = None
-            loop = own_loop_of(self.kind)
+            loop = getattr(self.kind, OWN_LOOP, None)
             if loop is None:
                 end = await self._converse(conversation)
             else:

@@ -18,8 +18,7 @@ from pipeline.data.rng import stream_key
 from pipeline.data.rows import messages_problem, with_usual_messages
 from pipeline.data.tasks import Message, Task
 from pipeline.environments.own_loops import Play
-from pipeline.rollout.policies import Conversation, Policy
-from pipeline.rollout.trajectory import StopReason, Trajectory
+from pipeline.rollout.trajectory import Conversation, Policy, StopReason, Trajectory
 
 REPLIES = ("user", "tool")  # roles of messages with which a conversation goes on
 KEYS = ("role", "content", "tool_calls", "name")  # what is compared of messages

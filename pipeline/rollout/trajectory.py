@@ -1,4 +1,4 @@
-"""Sampled messages, episodes as tokens (Trajectory), and summaries of episodes (RunRecord).
+"""Episodes as tokens (Trajectory), their summaries (RunRecord), and who writes their messages.
 
 Example of a Trajectory with two turns: prompt_ids [p p p], completion_ids [s s s e  t t t  s s e],
 loss_mask [1 1 1 1  0 0 0  1 1 1]. Here p is a token of the prompt, s a sampled token, e a sampled
@@ -7,7 +7,12 @@ end of turn, and t a token of a tool's reply.
 
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
-from typing import Any
+from itertools import count
+from typing import Any, Protocol
+
+from pipeline.chat.text import Parsed
+
+_turns = count()  # orders conversations that wait
 
 
 class StopReason(StrEnum):
@@ -107,3 +112,61 @@ class Trajectory(RunRecord):
     def record(self) -> RunRecord:
         found = {f.name: getattr(self, f.name) for f in fields(RunRecord)}
         return RunRecord(**{**found, "num_sampled_tokens": self.num_sampled_in_all})
+
+
+@dataclass(eq=False, kw_only=True)
+class Conversation:
+    """The messages of a trajectory, and what a policy needs in order to write the next one."""
+
+    trajectory: Trajectory
+    schemas: list[dict[str, Any]]  # JSON schemas of the tools
+    key: int  # 64-bit key that selects the random numbers
+    greedy: bool = False
+    is_text: bool = False  # the model's messages are texts as a whole, without tool calls
+    num_read: int = 0  # number of messages whose tokens are in the trajectory
+    turn: int = field(default_factory=lambda: next(_turns))  # orders those that wait
+
+    def takes_its_turn(self) -> None:
+        """Stand behind all conversations that wait, or will wait when their environment answers."""
+        self.turn = next(_turns)
+
+    def add(self, said: "Said") -> "Said":
+        """Add a message of the model, whose tokens the policy has added."""
+        message = said.parsed.message()
+        if said.stopped_by:
+            message["stopped_by"] = said.stopped_by
+        self.trajectory.messages.append(message)
+        self.trajectory.num_turns += 1
+        self.num_read = len(self.trajectory.messages)
+        return said
+
+
+@dataclass(frozen=True, kw_only=True)
+class Said:
+    """A message of the model, read."""
+
+    parsed: Parsed
+    finished: bool = True  # False if the message was cut off
+    stopped_by: str = ""  # what ended the message, if it is not the end of a turn
+
+
+class Policy(Protocol):
+    """Writes the model's messages: a sampler with a model's weights, an endpoint, a person."""
+
+    most: int  # largest number of episodes at the same time
+
+    @property
+    def num_waiting(self) -> int:
+        """The number of conversations that wait for `step`."""
+
+    async def message(self, conversation: Conversation) -> Said | None:
+        """Add the next message to a conversation and return it; None if there is no room for one.
+
+        The conversation has new messages of the environment or the customer since the last call.
+        """
+
+    def step(self) -> None:
+        """Write some messages of the conversations that wait; they are written together."""
+
+    def close(self, conversation: Conversation) -> None:
+        """End a conversation, also one that waits."""

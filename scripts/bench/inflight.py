@@ -31,8 +31,7 @@ from pipeline.config.settings import RolloutSettings
 from pipeline.data.rng import stream_key
 from pipeline.data.tasks import Task
 from pipeline.models.tiny import tiny_model, tiny_tokenizer
-from pipeline.rollout.policies import SamplerPolicy
-from pipeline.rollout.rollout import Rollout, RolloutRequest
+from pipeline.rollout.rollout import Rollout, RolloutRequest, SamplerPolicy
 from pipeline.rollout.row_sampler import RowSampler
 from pipeline.rollout.trajectory import Trajectory
 

@@ -9,7 +9,8 @@ from accelerate import Accelerator
 
 from pipeline.config.settings import ModelSettings
 from pipeline.errors import RunError
-from pipeline.grpo.agreement import BOUNDS, Probe
+from pipeline.grpo.agreement import BOUNDS
+from pipeline.grpo.policy import Probe
 from pipeline.grpo.token_logprobs import TokenLogprobs
 from pipeline.models import lora
 from pipeline.models.tiny import tiny_model

@@ -12,8 +12,7 @@ from pipeline.environments import load_domains
 from pipeline.environments.faults import Outage
 from pipeline.environments.own_loops import environment_of
 from pipeline.rollout.own_loop import EpisodeOver
-from pipeline.rollout.policies import SamplerPolicy
-from pipeline.rollout.rollout import Rollout, RolloutRequest
+from pipeline.rollout.rollout import Rollout, RolloutRequest, SamplerPolicy
 from pipeline.rollout.trajectory import StopReason
 from tests.support.helpers import ScriptedSampler, call, chat, make_task, say
 

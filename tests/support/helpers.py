@@ -17,8 +17,7 @@ from pipeline.data.tasks import Message, Task
 from pipeline.environments import Domain, load_domains
 from pipeline.models.tiny import tiny_tokenizer
 from pipeline.models.weights import Weights
-from pipeline.rollout.policies import SamplerPolicy
-from pipeline.rollout.rollout import Rollout
+from pipeline.rollout.rollout import Rollout, SamplerPolicy
 from pipeline.rollout.trajectory import Sampled
 
 DOMAINS = {  # the embedded domains and the example
