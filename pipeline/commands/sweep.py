@@ -2,10 +2,9 @@
 
     three-domain-grpo sweep --recipe forgetting --grid beta=0,0.05 --seeds 1 2 3
 
-Each combination of settings and seed is a run. `--side-by-side` runs start at a time. On a machine
-with GPUs, each run has its own GPUs, and by default all GPUs are used. A run with mixed training on
-the same number of episodes is always added as the reference of the comparison. Runs of a seed share
-one warm start, so the runs differ only in the grid's settings.
+Each combination of settings and seed is a run, one after another. A run with mixed training on the
+same number of episodes is always added as the reference of the comparison. Runs of a seed share one
+warm start, so the runs differ only in the grid's settings.
 
 The same command continues an interrupted sweep. A folder whose runs had other flags is refused.
 Flags after `--` are passed to every run. The exit code is 1 if a run failed; other runs are
@@ -16,22 +15,17 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import queue
 import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 from pathlib import Path
-from typing import Any, NamedTuple
 
 from pipeline.config.cli import flag, parse
 from pipeline.config.recipe import SETTINGS
 from pipeline.config.trl_names import instead
-from pipeline.distributed.launch import RUN, visible_gpus
+from pipeline.distributed.launch import RUN
 from pipeline.errors import UserError, nearest
 from pipeline.files.console import command
 from pipeline.report import write
@@ -48,17 +42,10 @@ NO_STAGES = "--max-steps 0 --curriculum mixed --order none --stage-steps {} --st
 NO_STAGES += "--validation-steps 0 --plateau-patience 0 --domain-weights {} --rft-rounds 0"
 
 
-class Job(NamedTuple):
-    """The name of a run's folder, and the flags of the run."""
-
-    name: str
-    flags: tuple[str, ...]
-
-
 def main(argv: list[str]) -> int:
     place = argv.index("--") if "--" in argv else len(argv)
     options = parser().parse_args(argv[:place])
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # The exit also ends the runs.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # The exit also ends the run.
     grid = parse_grid(options.grid)
     configurations = expand(grid)
     refuse_doubles([label(settings) for settings in configurations], "--grid")
@@ -67,10 +54,8 @@ def main(argv: list[str]) -> int:
     for settings in configurations:
         parse([*common, *flags_of(settings)])  # refuses wrong settings before the first run
     folder = options.output_dir or Path("runs") / f"sweep-{Path(options.recipe).stem}"
-    side_by_side = options.side_by_side or max(1, visible_gpus() // options.num_gpus)
-    sweep = Sweep(folder, options.num_gpus, side_by_side)
     shares_warm_start = not any(is_of(name, FIXED) for name in grid)
-    failed = sweep.run(configurations, options.seeds, common, shares_warm_start)
+    failed = run(folder, options.num_gpus, configurations, options.seeds, common, shares_warm_start)
     code = write.main([str(folder.resolve())])
     return 1 if failed else code
 
@@ -82,7 +67,6 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--grid", nargs="+", default=[], metavar="SETTING=A,B")
     made.add_argument("--seeds", type=int, nargs="+", default=[1])
     made.add_argument("--num-gpus", type=int, default=1, help="ranks of each run")
-    made.add_argument("--side-by-side", type=int, help="runs at a time; all GPUs, else one")
     made.add_argument("--output-dir", type=Path, help="missing: runs/sweep-<recipe>")
     return made
 
@@ -185,103 +169,56 @@ def label(settings: Mapping[str, str]) -> str:
     return "".join(c if c.isalnum() or c in "=.-_+" else "_" for c in text)
 
 
-class Sweep:
-    """Runs jobs in a folder, several at a time, with their output in `<name>.log`."""
+def run(
+    folder: Path,
+    num_ranks: int,
+    configurations: Sequence[Mapping[str, str]],
+    seeds: Sequence[int],
+    common: Sequence[str],
+    shares_warm_start: bool = True,
+) -> list[str]:
+    """Run all configurations with all seeds, one after another; return the names of failed runs."""
+    has_warm_start = shares_warm_start and parse(list(common)).warm_start.steps > 0
+    failed: list[str] = []
+    for seed in seeds:
+        of_seed = [*common, "--seed", str(seed)]
+        if has_warm_start:
+            name = f"{WARM_STARTS}/seed-{seed}"
+            if not run_one(folder, name, num_ranks, [*of_seed, *NO_STAGES.split()]):
+                failed.append(name)
+                continue
+            model = (folder / name).resolve() / "checkpoints" / "warm-start"
+            of_seed += ["--model", str(model), "--warm-start-steps", "0"]
+        for settings in configurations:
+            name = f"{label(settings)}-seed-{seed}"
+            if not run_one(folder, name, num_ranks, [*of_seed, *flags_of(settings)]):
+                failed.append(name)
+    return failed
 
-    def __init__(self, folder: Path, ranks: int, side_by_side: int) -> None:
-        self.folder, self.ranks, self.side_by_side = folder, ranks, side_by_side
-        self._slots: queue.SimpleQueue[int] = queue.SimpleQueue()
-        for slot in range(side_by_side):
-            self._slots.put(slot)
-        self._running: set[subprocess.Popen[bytes]] = set()
-        self._stopped = threading.Event()
 
-    def run(
-        self,
-        configurations: Sequence[Mapping[str, str]],
-        seeds: Sequence[int],
-        common: Sequence[str],
-        shares_warm_start: bool = True,
-    ) -> list[str]:
-        """Run all configurations with all seeds; return the names of failed runs."""
-        starts: dict[int, list[str]] = {seed: [] for seed in seeds}
-        failed: list[str] = []
-        if shares_warm_start and parse(list(common)).warm_start.steps:
-            flags = {seed: (*common, "--seed", str(seed), *NO_STAGES.split()) for seed in seeds}
-            jobs = {seed: Job(f"{WARM_STARTS}/seed-{seed}", flags[seed]) for seed in seeds}
-            failed = self.run_all(list(jobs.values()))
-            folders = {s: self._folder(job) for s, job in jobs.items() if job.name not in failed}
-            starts = {
-                seed: ["--model", f"{folder}/checkpoints/warm-start", "--warm-start-steps", "0"]
-                for seed, folder in folders.items()
-            }
-        of_runs = [
-            Job(
-                name=f"{label(settings)}-seed-{seed}",
-                flags=(*common, *start, *flags_of(settings), "--seed", str(seed)),
-            )
-            for seed, start in starts.items()
-            for settings in configurations
-        ]
-        return failed + self.run_all(of_runs)
-
-    def _folder(self, job: Job) -> Path:
-        return (self.folder / job.name).resolve()
-
-    def run_all(self, jobs: Sequence[Job]) -> list[str]:
-        """Run jobs in the given order, several at a time; return the names of failed jobs."""
-        self.folder.mkdir(parents=True, exist_ok=True)
-        failed: list[str] = []
-        with ThreadPoolExecutor(self.side_by_side) as pool:
-            try:
-                for job, code in zip(jobs, pool.map(self._run, jobs), strict=True):
-                    if code:
-                        failed.append(job.name)
-            except BaseException:
-                self._stopped.set()
-                for process in list(self._running):
-                    process.terminate()
-                raise
-        return failed
-
-    def _run(self, job: Job) -> int:
-        done = self.folder / f"{job.name}.done.json"  # flags of the finished run
-        if self._stopped.is_set():
-            return 0
-        if done.is_file():
-            if done.read_text(encoding="utf-8", errors="replace") == json.dumps(job.flags):
-                return 0
-            print(f"{job.name}: done before, with other flags; give another --output-dir")
-            return 2
-        slot, log = self._slots.get(), self.folder / f"{job.name}.log"
-        log.parent.mkdir(parents=True, exist_ok=True)
-        flags = ["--num-gpus", str(self.ranks), "--output-dir", str(self._folder(job))]
-        flags += ["--run-name", job.name, "--resume-from-checkpoint", "auto"]
-        try:
-            with log.open("ab") as file:
-                process = subprocess.Popen(
-                    [sys.executable, str(RUN), *job.flags, *flags],
-                    stdout=file,
-                    stderr=subprocess.STDOUT,
-                    env={**os.environ, **self._place(slot)},
-                )
-            self._running.add(process)
-            code = process.wait()
-            self._running.discard(process)
-        finally:
-            self._slots.put(slot)
-        if code == 0:
-            done.write_text(json.dumps(job.flags), encoding="utf-8")
-        said = "done" if code == 0 else f"failed with exit code {code}, see {log}"
-        print(f"{job.name}: {said}", flush=True)
-        return code
-
-    def _place(self, slot: int) -> dict[str, Any]:
-        """The environment variables that give a run its GPUs, or its share of the CPU cores."""
-        if gpus := visible_gpus():
-            named = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(gpus)))
-            known = named.split(",")
-            own = [known[(slot * self.ranks + i) % len(known)] for i in range(self.ranks)]
-            return {"CUDA_VISIBLE_DEVICES": ",".join(own)}
-        threads = max(1, (os.cpu_count() or 1) // (self.side_by_side * self.ranks))
-        return {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads))}
+def run_one(folder: Path, name: str, num_ranks: int, flags: Sequence[str]) -> bool:
+    """Make a run unless it is done, with its output in `<name>.log`; return False if it failed."""
+    done = folder / f"{name}.done.json"  # flags of the finished run
+    if done.is_file():
+        if done.read_text(encoding="utf-8", errors="replace") == json.dumps(flags):
+            return True
+        print(f"{name}: done before, with other flags; give another --output-dir")
+        return False
+    log = folder / f"{name}.log"
+    log.parent.mkdir(parents=True, exist_ok=True)
+    own = ["--num-gpus", str(num_ranks), "--output-dir", str((folder / name).resolve())]
+    own += ["--run-name", name, "--resume-from-checkpoint", "auto"]
+    with log.open("ab") as file:
+        command = [sys.executable, str(RUN), *flags, *own]
+        process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT)
+    try:
+        code = process.wait()
+    except BaseException:
+        process.terminate()
+        process.wait()
+        raise
+    if code == 0:
+        done.write_text(json.dumps(flags), encoding="utf-8")
+    said = "done" if code == 0 else f"failed with exit code {code}, see {log}"
+    print(f"{name}: {said}", flush=True)
+    return code == 0

@@ -63,7 +63,6 @@ def main(argv: list[str]) -> int:
     place = argv.index("--") if "--" in argv else len(argv)
     parser = parser_of(__doc__)
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
-    parser.add_argument("--side-by-side", type=int, default=2, help="runs at a time, of one rank")
     parser.add_argument("--output-dir", type=Path, help="missing: runs/transfer[-quick]")
     names = ", ".join(f"{number} {name}" for number, name in enumerate(ROWS))
     parser.add_argument("--rows", type=int, nargs="+", help=f"of {names}; 0 must be among them")
@@ -81,9 +80,9 @@ def main(argv: list[str]) -> int:
     ]
     begun, quick = time.time(), "-quick" if options.quick else ""
     folder = options.output_dir or Path(f"runs/transfer{quick}")
-    runner = sweep.Sweep(folder, 1, options.side_by_side)
+    flags = [*common, "--report-to", "none"]
     try:
-        if runner.run(list(rows.values()), options.seeds, [*common, "--report-to", "none"]):
+        if sweep.run(folder, 1, list(rows.values()), options.seeds, flags):
             return 1
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
