@@ -41,13 +41,6 @@ ELSEWHERE = {"output_dir", "resume_from_checkpoint", "override", "check", "docto
 ELSEWHERE |= {"push_to_hub", "hub_model_id", "hub_private_repo"}
 
 CARD = TEMPLATES / "model_card.md.jinja"
-TINY = "random weights (a Qwen3 of half a million parameters, `tiny`)"
-WARM_START = "{} supervised steps on demonstrations (warm start) and "
-RFT = "{} round{} of rejection fine-tuning on its own successes and "
-TOOLS = ", and the JSON schemas of its tools. The model saw the tools of its domains alone"
-UNKNOWN = (
-    "The licence of the base model {} is not known here. Look it up before you share this model."
-)
 
 
 def model_card(
@@ -66,7 +59,6 @@ def model_card(
     kwargs = [f"{name}={value!r}, " for name, value in config.model.chat_template_kwargs.items()]
     base = hub_id_of(base_of_adapters or model)
     licence = {"license": "apache-2.0"} if model == "tiny" else licence_of(model)
-    unknown = [] if licence else [UNKNOWN.format(f"`{config.model.model}`")]
     card: ModelCard = ModelCard.from_template(
         ModelCardData(
             base_model=base,
@@ -78,29 +70,26 @@ def model_card(
         template_path=str(CARD),
         title=(repo_id or checkpoint.run.resolve().name).rpartition("/")[2],
         kind="LoRA adapters (PEFT)" if base_of_adapters else "A language model",
-        base=TINY if config.model.model == "tiny" else f"`{config.model.model}`",
-        warm_start=_before_grpo(config, len(checkpoint.state.get("rft", []))),
+        num_rounds=len(checkpoint.state.get("rft", [])),
         step=checkpoint.step,
-        domains=", ".join(config.data.domains),
-        results=_results(run, checkpoint),
+        own=[name for name in config.data.domains if name in config.data.own_domains],
+        measured=_measured(run, checkpoint),
+        results=run.results,
+        libraries=[f"{name} {version(name)}" for name in LIBRARIES],
+        python=platform.python_version(),
         repo_id=repo_id,
         options="".join(['tools=example["tools"], ' * bool(example["tools"]), *kwargs]),
-        tools=TOOLS * bool(example["tools"]),
+        tools=example["tools"],
         config=config,
         limits=config.rollout,
-        warnings="\n".join([_limits(config), *(f"- {line}" for line in unknown)]),
+        licence=licence,
         command=command_of(config),
         recipe=in_words(config.model_dump(mode="json")),
-        made=_made(run),
+        compared=recipe_of(config),
         differing=_differing(config),
     )
     card.content = printable(card.content)
     return card
-
-
-def _before_grpo(config: Config, rounds: int) -> str:
-    text = WARM_START.format(steps) if (steps := config.warm_start.steps) else ""
-    return text + (RFT.format(rounds, "s" * (rounds > 1)) if rounds else "")
 
 
 def without_places(config: Config) -> Config:
@@ -174,88 +163,42 @@ def licence_of(model: str) -> dict[str, Any]:
     return {name: data[name] for name in LICENCE if data.get(name)}
 
 
-def _results(run: RunData, checkpoint: RunCheckpoint) -> str:
+def _measured(run: RunData, checkpoint: RunCheckpoint) -> dict[str, Any]:
     """Return the report's tables of success and of transfer, up to the checkpoint's step."""
-    step = checkpoint.step
     parts = {
-        name: [of for of in run.results.get(name, []) if of["step"] <= step]
+        name: [of for of in run.results.get(name, []) if of["step"] <= checkpoint.step]
         for name in ("evaluations", "validations")
     }
     evaluations = parts["evaluations"]
     if not evaluations:
-        return "The run has no evaluation up to this checkpoint."
+        return {}
     is_whole = len(evaluations) == len(run.evaluations)
     transfer = run.transfer if is_whole else summary([{**run.results, **parts}])
-    last, of = evaluations[-1], next(iter(evaluations[-1]["success"].values()))
-    trials, temperature = of.get("num_trials", 1), run.config["rollout"]["temperature"]
-    blocks = [
-        f"Success on {of['num_tasks']} held-out tasks of each domain, {after_name(last['after'])} "
-        f"(step {last['step']}). Sampled: {trials} trial(s) of each task at temperature "
-        f"{temperature:g}. Greedy: one trial of each, always the likeliest token. In brackets: "
-        f"95 % intervals, paired bootstrap over tasks. Columns: {ends_in_words(evaluations)}.",
-        *map(table, success_tables({**run.results, **parts, "transfer": transfer})),
-    ]
-    if last["step"] != step:
-        blocks.insert(0, f"**This checkpoint is of step {step} and has no evaluation of its own.**")
-    best = checkpoint.state.get("best") or {}
-    if best.get("step") == step:
-        mean = f"{best['success']:.3f} on {run.config['evaluation']['validation_tasks']} tasks"
-        blocks.insert(0, f"The best checkpoint by validation: mean success {mean} of each domain.")
-    numbers = transfer.get("metrics", {})
+    best, numbers = checkpoint.state.get("best") or {}, transfer.get("metrics", {})
     rows = [[METRICS[name], metric(numbers[name], name)] for name in METRICS if numbers.get(name)]
-    if len(transfer.get("points", [])) > 2:
-        blocks.append(table([["transfer number", "value"], *rows]))
-    if rows := baseline_table(run.results):
-        blocks += ["Mean reward of fixed policies that make no decision:", table(rows)]
-    if rows := about_table(run.results):
-        blocks += ["Where the tasks come from:", table(rows)]
-    return "\n\n".join(blocks)
-
-
-def _limits(config: Config) -> str:
-    own = [name for name in config.data.domains if name in config.data.own_domains]
-    lines = []
-    if shipped := [name for name in config.data.domains if name not in own]:
-        what = "synthetic: made from templates, with small databases and scripted customers"
-        if config.data.tau2 is not None:
-            what = "those of τ²-bench, with a ticket in place of a customer who talks"
-        why = "Success there says little about real customers."
-        lines.append(f"The tasks of {', '.join(shipped)} are {what}. {why}")
-    if own:
-        lines.append(f"The tasks of {', '.join(own)} are those of the run's author.")
-    if config.model.model == "tiny":
-        lines.append(
-            "The model is tiny and made to try the pipeline. It can use the words and the tools of "
-            "its demonstrations alone, and is of no use for anything else."
-        )
-    if config.grpo.permute_rewards:
-        lines.append("A control experiment: rewards were permuted within each step.")
-    lines += [
-        "Measured is success on held-out tasks of the same kind as the training tasks, with one "
-        f"seed ({config.run.seed}). The intervals do not cover other seeds.",
-        "Not measured: other domains and languages, safety, bias, and what the base model could do "
-        "before and cannot do any more.",
-    ]
-    return "\n".join(f"- {line}" for line in lines)
-
-
-def _made(run: RunData) -> str:
-    libraries = ", ".join(f"{name} {version(name)}" for name in LIBRARIES)
-    ranks = run.results.get("num_ranks")
-    facts = [f"{ranks} rank{'s' * (ranks != 1)}"] if ranks else []
-    if "wall_s" in run.results:
-        facts.append(f"{run.results['wall_s'] / 60:.0f} minutes")
-    return ", ".join([*facts, f"Python {platform.python_version()}, {libraries}"])
+    is_curve = len(transfer.get("points", [])) > 2
+    tables = {
+        "transfer": [["transfer number", "value"], *rows] if is_curve else [],
+        "baselines": baseline_table(run.results),
+        "about": about_table(run.results),
+    }
+    return {
+        "last": evaluations[-1],
+        "of": next(iter(evaluations[-1]["success"].values())),
+        "after": after_name(evaluations[-1]["after"]),
+        "temperature": run.config["rollout"]["temperature"],
+        "columns": ends_in_words(evaluations),
+        "success": map(table, success_tables({**run.results, **parts, "transfer": transfer})),
+        "best": best if best.get("step") == checkpoint.step else None,
+        **{name: table(found) if found else "" for name, found in tables.items()},
+    }
 
 
 def _differing(config: Config) -> str:
-    recipe = recipe_of(config)
     shown = [
         [f"`{section}.{name}`", f"`{json.dumps(old)}`", f"`{json.dumps(new)}`"]
         for (section, name), (old, new) in changes_of(config).items()
         if name not in HARMLESS
     ]
-    if not shown:
-        return ""
-    header = ["setting", f"recipe {recipe}", "this run"]
-    return f" Settings that differ from `{recipe}`:\n\n{table([header, *shown])}"
+    header = ["setting", f"recipe {recipe_of(config)}", "this run"]
+    return table([header, *shown]) if shown else ""
