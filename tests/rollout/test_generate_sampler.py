@@ -29,7 +29,7 @@ from pipeline.rollout.sequences import kept
 from scripts.proofs.grid import make_trajectory, small_model
 from scripts.proofs.ranks import play_ranks
 from tests.support.helpers import chat, tokenizer
-from tests.support.messages import says
+from tests.support.messages import refusal, says
 
 END, VOCABULARY = 0, 32
 SHAPE = {
@@ -457,3 +457,22 @@ def test_a_whole_run_of_a_model_with_sliding_windows(tmp_path):
     lines = (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()
     steps = [step for step in map(json.loads, lines) if step["kind"] == "train"]
     assert [step["train/sampling_logp_difference_max"] < 1e-5 for step in steps] == [True]
+
+
+def refused_on_this_rank(argv):
+    """Why the pipeline's `main` refuses a run."""
+    sys.stdout = StringIO()
+    return refusal(train.main, parse(argv))
+
+
+def test_a_run_refuses_a_model_that_scales_its_logits_on_all_ranks_before_it_evaluates(tmp_path):
+    model = saved(tmp_path / "model", "Gemma3Text", final_logit_softcapping=2.0)
+    flags = ["--model", model, "--domains", "airline", "--output-dir", str(tmp_path / "out")]
+    flags += ["--tasks-per-domain", "8", "--eval-tasks-per-domain", "2", "--num-gpus", "2"]
+    said = play_ranks(refused_on_this_rank, 2, flags, timeout_s=300)
+    # A rank whose neighbour was faster says that the neighbour has told why.
+    told = [text for text in said if "Traceback" not in text]
+    assert told
+    for text in told:
+        says(text, "got Gemma3ForCausalLM, whose logits are not those of its", "use another")
+    assert not (tmp_path / "out" / "trajectories").exists()
