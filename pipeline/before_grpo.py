@@ -29,7 +29,8 @@ class BeforeGRPO(RunState):
 
     def before_training(self) -> None:
         """Evaluate the given model; do the warm start and RFT, and evaluate after each."""
-        config, state = self.config, self.state
+        config = self.config
+        state = self.state
         if config.evaluation.agent_url is not None:
             self.evaluate_agent(str(config.evaluation.agent_model))
         if not state.evaluated("start"):
@@ -53,7 +54,8 @@ class BeforeGRPO(RunState):
 
         Its failure does not end the run; a resumed run tries again, and pays no call twice.
         """
-        config, ranks = self.config, self.ranks
+        config = self.config
+        ranks = self.ranks
         if "success" in self.state.agents.get(name, {}):
             return
         if ranks.is_main:  # an agent that failed may have had other ranks
@@ -79,7 +81,10 @@ class BeforeGRPO(RunState):
 
     def give_warm_start(self) -> None:
         """Train on demonstrations, and save the first checkpoint."""
-        begun, config, parts, ranks = time.perf_counter(), self.config, self.parts, self.ranks
+        begun = time.perf_counter()
+        config = self.config
+        parts = self.parts
+        ranks = self.ranks
         with self._supervised("warm start", config.warm_start.steps) as on_step:
             examples = sft_examples(config, parts.chat, parts.domains, ranks.alive)
             arguments = self.accelerator, ranks, self.policy.model, examples, on_step
@@ -106,8 +111,12 @@ class BeforeGRPO(RunState):
             self.evaluate("rft")
 
     def _rft_round(self, number: int) -> None:
-        begun, name, config, ranks = time.perf_counter(), f"rft-{number}", self.config, self.ranks
-        limits, threshold = config.rollout, config.evaluation.success_threshold
+        begun = time.perf_counter()
+        name = f"rft-{number}"
+        config = self.config
+        ranks = self.ranks
+        limits = config.rollout
+        threshold = config.evaluation.success_threshold
         if ranks.is_main:  # an interrupted round may have had other ranks
             shutil.rmtree(self.folder / "trajectories" / name, ignore_errors=True)
         tasks = self.training_tasks(config.rft.rft_tasks, number - 1, "rft")
@@ -148,7 +157,8 @@ class BeforeGRPO(RunState):
         Every rank returns the same tasks. Parts 0, 1, ... of the same `key` have other tasks until
         all tasks have been returned. The difficulty is that of the domain's first stage.
         """
-        seed, tasks = self.config.run.seed, list[Task]()
+        seed = self.config.run.seed
+        tasks = list[Task]()
         first = {domain: stage for stage in reversed(self.parts.stages) for domain in stage.own}
         for domain in [domain for domain in self.config.data.domains if domain in first]:
             source = self.parts.sources(first[domain])[domain]
@@ -158,7 +168,9 @@ class BeforeGRPO(RunState):
 
     def _play(self, tasks: Sequence[Task], name: str, *key: int | str) -> list[Trajectory]:
         """Return this rank's groups of episodes of `tasks`; `key` names the random numbers."""
-        ranks, rollout, size = self.ranks, self.policy.rollout, self.config.rollout.num_generations
+        ranks = self.ranks
+        rollout = self.policy.rollout
+        size = self.config.rollout.num_generations
         mine = [tasks[index] for index in ranks.shard(len(tasks))]
         shown = episodes_of(name, len(mine) * size, ranks)
         seed = self.config.run.seed
@@ -178,6 +190,7 @@ class BeforeGRPO(RunState):
         groups = self.start.gathered(self.ranks)
         if self.ranks.is_main:
             with may_fail("start report", "the run goes on without it"):
-                evaluation, baselines = self.state.evaluations[-1], self._baselines
+                evaluation = self.state.evaluations[-1]
+                baselines = self._baselines
                 self.start.content = start_report(groups, evaluation, self.config, baselines)
                 print(start_block(self.start.content), flush=True)

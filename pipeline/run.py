@@ -81,7 +81,8 @@ def _keyboard() -> Iterator[None]:
     def interrupt(*_: object) -> None:
         raise CtrlC
 
-    before, thread = signal.getsignal(signal.SIGINT), threading.current_thread()
+    before = signal.getsignal(signal.SIGINT)
+    thread = threading.current_thread()
     is_default = before is signal.default_int_handler and thread is threading.main_thread()
     if is_default:
         signal.signal(signal.SIGINT, interrupt)
@@ -143,7 +144,8 @@ def _run(argv: list[str], entry: Path | None, hooks: dict[str, Any]) -> int:
 
 def _end_restarts() -> None:
     """Stop a launcher that would start the ranks again after a mistake of the user."""
-    most, done = "TORCHELASTIC_MAX_RESTARTS", "TORCHELASTIC_RESTART_COUNT"
+    most = "TORCHELASTIC_MAX_RESTARTS"
+    done = "TORCHELASTIC_RESTART_COUNT"
     left = int(os.environ.get(most, 0)) - int(os.environ.get(done, 0))
     if left > 0 and os.getppid() == LAUNCHER:
         os.kill(LAUNCHER, signal.SIGTERM)

@@ -77,14 +77,17 @@ class RunState:
         make_sampler: Callable[..., Any] = make_sampler,
         on_batch: Hook = lambda *_: None,
     ) -> None:
-        self.accelerator, self.ranks, self.watchdog = accelerator, ranks, watchdog
+        self.accelerator = accelerator
+        self.ranks = ranks
+        self.watchdog = watchdog
         config = share_folder(config, ranks)
         assert config.run.output_dir is not None, "share_folder names the run folder"
         self.config = config
         self.folder = config.run.output_dir
         self.parts = validate(config)
         tokenizer = self.parts.tokenizer
-        about, made_of = self.parts.about, dict(self.parts.made_of)
+        about = self.parts.about
+        made_of = dict(self.parts.made_of)
         opened, resumed = open_together(config, ranks, tokenizer, about, made_of)
         watchdog.can_resume = resumed is not None
         watchdog.not_for_children += [opened.lock] if opened else []
@@ -97,12 +100,16 @@ class RunState:
         name = (resumed or Path(config.model.model)).name
         for line in refuse_other_origin(origin, made_of, name, config.run.override):
             self.say(line)
-        self.state, self.errors, self.dead = TrainState(), ErrorRates(), DeadDomains()
-        self.start, self.decisions = StartReport(), Decisions()
+        self.state = TrainState()
+        self.errors = ErrorRates()
+        self.dead = DeadDomains()
+        self.start = StartReport()
+        self.decisions = Decisions()
         for owner in (self.state, self.errors, self.dead, self.start, self.decisions):
             owner.load_state_dict(self._saved_state)
         refuse_other_stages(self.state.evaluations, self.stages, self.folder)
-        self.state.config, self.state.about = config.model_dump(mode="json"), about
+        self.state.config = config.model_dump(mode="json")
+        self.state.about = about
         self.state.made_of = {**self.state.made_of, **made_of}
         domains = self.parts.domains
         rewards = load_reward_functions(config, ranks.progress)
@@ -149,7 +156,8 @@ class RunState:
         self.kl_probe = KLProbe(self.folder, config, ranks)
         self.records: list[RunRecord] = []  # this rank's training episodes in the current stage
         self._rewards: dict[str, float] = {}  # the latest mean reward of each domain
-        self._on_batch, self._warned_of_gap = on_batch, False
+        self._on_batch = on_batch
+        self._warned_of_gap = False
 
     @property
     def stages(self) -> list[Stage]:
@@ -180,10 +188,14 @@ class RunState:
 
     def evaluate(self, after: str) -> None:
         """Evaluate on the held-out tasks, with sampling and greedily, and write `results.json`."""
-        begun, settings = time.perf_counter(), self.config.evaluation
-        trials, seed, rollout = settings.eval_trials, self.config.run.seed, self.policy.rollout
+        begun = time.perf_counter()
+        settings = self.config.evaluation
+        trials = settings.eval_trials
+        seed = self.config.run.seed
+        rollout = self.policy.rollout
         tasks = [task for tasks in self.parts.held_out.values() for task in tasks]
-        name, share = f"evaluation after {after}", len(self.ranks.shard(len(tasks)))
+        name = f"evaluation after {after}"
+        share = len(self.ranks.shard(len(tasks)))
         shown = episodes_of(name, share * (trials + 1), self.ranks)
         with self.ranks.phase("evaluate", self.state.stage, self.state.step), shown as progress:
             sampled, trajectories = evaluate(
@@ -197,7 +209,8 @@ class RunState:
         if ends and is_trained and not self.checkpointer.is_current:
             self.save(f"step-{self.state.step:06d}")  # a check below may end the run
         self.check_language_models()
-        rates, when = ErrorRates(sampled), f"in the evaluation after {after}"
+        rates = ErrorRates(sampled)
+        when = f"in the evaluation after {after}"
         stop_on_errors(self.ranks, rates, self.config.rollout, trajectories, when)
         refuse_failed_trials([*sampled, *greedy], when)
         found = success(sampled, greedy, trials, settings.success_threshold)
@@ -234,7 +247,8 @@ class RunState:
     ) -> None:
         self._on_batch(self, name, episodes)
         self.checkpointer.check_folder()
-        folder, step = self.folder / "trajectories" / name, self.state.step
+        folder = self.folder / "trajectories" / name
+        step = self.state.step
         path = save_transcripts(folder, step, self.ranks.rank, episodes, advantages)
         self.checkpointer.unsynced.append(path)
 
@@ -246,7 +260,8 @@ class RunState:
         """
         if self.config.data.reward_funcs:
             return {}
-        parts, timeout = self.parts, self.config.rollout.call_timeout
+        parts = self.parts
+        timeout = self.config.rollout.call_timeout
         judge = self.policy.rollout.judge
         return baselines(parts.domains, parts.held_out, timeout, judge)
 
@@ -271,5 +286,6 @@ class RunState:
             facts["reward_parts"] = {n: d.reward_parts for n, d in self.parts.domains.items()}
             facts["num_train_tasks"] = {n: len(tasks) for n, tasks in self.parts.train.items()}
             facts["tools"] = {n: tool_schemas(e) for n, e in environments.items()}
-            stages, held_out = self.stages, self.parts.held_out
+            stages = self.stages
+            held_out = self.parts.held_out
             write_results(self.folder, self.config, self.state, stages, held_out, facts, is_final)

@@ -57,7 +57,8 @@ def fine_tune(
     a mean over tokens. Returns the mean loss of the last eighth of the steps. Raises Interrupted on
     all ranks, within a micro-batch, if a signal has come; the model is then useless.
     """
-    settings, losses = config.warm_start, list[float]()
+    settings = config.warm_start
+    losses = list[float]()
     changed = {**OPTIMIZER, "loss_type": "dapo", "beta": 0.0, "entropy_coef": 0.0}
     config = config.model_copy(update={"grpo": config.grpo.model_copy(update=changed)})
     if config.grpo.gradient_checkpointing:
@@ -95,7 +96,8 @@ def learning_rate_at(done: int, settings: WarmStartSettings) -> float:
 
     As in transformers, the first step of the warm-up has the rate 0.
     """
-    peak, warmup = settings.learning_rate, settings.warmup_steps
+    peak = settings.learning_rate
+    warmup = settings.warmup_steps
     assert peak is not None, "the settings were not fitted to the model"
     if done < warmup:
         return peak * done / warmup
@@ -119,7 +121,8 @@ def share_of(examples: Sequence[SFTExample], ranks: Ranks, group: int = 0) -> li
 
 def trajectory_of(example: SFTExample) -> Trajectory:
     """Return an example as an episode, whose sampled tokens are those with a label."""
-    ids, is_sampled = example["input_ids"], [label != IGNORED for label in example["labels"]]
+    ids = example["input_ids"]
+    is_sampled = [label != IGNORED for label in example["labels"]]
     first = max(1, is_sampled.index(True) if any(is_sampled) else len(ids))
     return Trajectory(
         domain="supervised training",
@@ -149,9 +152,11 @@ def sft_examples(
     Each domain gives the same number of examples. A file with fewer demonstrations is read in
     passes, each in an order of its own. `alive` is called after each demonstration.
     """
-    examples, repeated = dict[str, list[SFTExample]](), dict[str, Iterator[int]]()
+    examples = dict[str, list[SFTExample]]()
+    repeated = dict[str, Iterator[int]]()
     positions = list[tuple[str, int]]()
-    total, seed = config.warm_start.steps * config.warm_start.batch_size, config.run.seed
+    total = config.warm_start.steps * config.warm_start.batch_size
+    seed = config.run.seed
     sources, per_domain = sources_of(config, domains)
     for domain in sources:
         own = examples[domain.name] = []
@@ -191,7 +196,8 @@ def parts_of(
 ) -> list[tuple[bool, list[int]]]:
     """Return (is sampled, token ids) of the prompt, each assistant message and each reply."""
     is_assistant = [message["role"] == "assistant" for message in messages]
-    first, end = is_assistant.index(True), len(messages) - is_assistant[::-1].index(True)
+    first = is_assistant.index(True)
+    end = len(messages) - is_assistant[::-1].index(True)
     parts = [(False, chat.prompt_ids(messages[:first], tools))]
     for is_sampled, group in groupby(messages[first:end], lambda m: m["role"] == "assistant"):
         run = list(group)

@@ -56,7 +56,8 @@ class Training(Trainer):
             if self.state.evaluated(stage.name):
                 continue
             first = self.begin_stage(stage)
-            done, is_main = first - stage.first_step, self.ranks.is_main
+            done = first - stage.first_step
+            is_main = self.ranks.is_main
             later = self.stages[-1].last_step - stage.last_step
             with StageProgress(
                 stage.name, stage.num_steps, is_main=is_main, done=done, num_later=later

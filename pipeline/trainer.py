@@ -60,10 +60,12 @@ class Trainer(BeforeGRPO):
             self.errors.load_state_dict({})
             self.dead.load_state_dict({})
             self.decisions.load_state_dict({})
-            stages, evaluations = self.stages[: stage.index + 1], self.state.evaluations
+            stages = self.stages[: stage.index + 1]
+            evaluations = self.state.evaluations
             for line in lost_domains(evaluations, stages, self.config.evaluation):
                 self.say(f"warning: {line}")
-        self._sources, self._peak = self.parts.sources(stage), self.config.peak_learning_rate
+        self._sources = self.parts.sources(stage)
+        self._peak = self.config.peak_learning_rate
         self.validate_when_due(stage)  # a resumed run may have stopped before this validation
         if self.is_best:
             self.save(f"step-{self.state.step:06d}")
@@ -76,7 +78,8 @@ class Trainer(BeforeGRPO):
         if any(gathered):
             self.state.training[stage.name] = training_summary(gathered)
         if self.kl_probe.is_wanted and stage.index + 1 < len(self.stages):
-            count, tasks = self.config.evaluation.kl_probe_tasks, list[Task]()
+            count = self.config.evaluation.kl_probe_tasks
+            tasks = list[Task]()
             for domain in stage.own:
                 tasks += self.parts.validation[domain][:count]
             with self.ranks.phase("validate", stage.name, self.state.step):
@@ -88,12 +91,14 @@ class Trainer(BeforeGRPO):
 
     def profiled(self, step: int) -> AbstractContextManager[None]:
         """Return a context manager that profiles the step if the setting `profile` lists it."""
-        device, folder = self.accelerator.device, self.folder / "profile"
+        device = self.accelerator.device
+        folder = self.folder / "profile"
         return profiled(step, self.config.run.profile, folder, self.ranks, device)
 
     def collect(self, stage: Stage, step: int) -> RolloutBatch:
         """Collect this rank's rollouts for a step."""
-        rollout, config = self.policy.rollout, self.config
+        rollout = self.policy.rollout
+        config = self.config
         batch = collect_rollouts(rollout, self.ranks, config, stage, step, self._sources)
         if self.language_models:
             self.check_language_models()
@@ -105,7 +110,8 @@ class Trainer(BeforeGRPO):
 
     def update(self, stage: Stage, batch: RolloutBatch) -> dict[str, float]:
         """Train on the batch, load the weights into the sampler, return all ranks' statistics."""
-        step, settings = self.state.step, self.config.grpo
+        step = self.state.step
+        settings = self.config.grpo
         done = step - stage.first_step
         learning_rate = learning_rate_at(done, stage.num_steps, self._peak, settings)
         with self.ranks.phase("update", stage.name, step + 1):
@@ -134,7 +140,8 @@ class Trainer(BeforeGRPO):
         self, stage: Stage, batch: RolloutBatch, statistics: dict[str, float], meter: Meter
     ) -> dict[str, float]:
         """Count a finished step, write the step's metrics and timings, and return the metrics."""
-        self.state.step, self.state.stage = self.state.step + 1, stage.name
+        self.state.step = self.state.step + 1
+        self.state.stage = stage.name
         self.records += [trajectory.record() for trajectory in batch.trajectories]
         rewards = self.policy.rollout.rewards
         names = [] if rewards is None else rewards.names(self.parts.environments.values())
@@ -183,7 +190,8 @@ class Trainer(BeforeGRPO):
         self.validate_when_due(stage)
         lines = self.dead.messages(stage, self.records, self.ranks)
         is_stopped = bool(lines) and self.config.run.stop_on_dead_domain
-        most, called = self.config.data.max_reward_calls, self.state.num_reward_calls
+        most = self.config.data.max_reward_calls
+        called = self.state.num_reward_calls
         is_spent = most is not None and called >= most
         if self.checkpointer.is_due or is_stopped or is_spent or self.is_best:
             self.save(f"step-{self.state.step:06d}")
@@ -197,16 +205,19 @@ class Trainer(BeforeGRPO):
 
     def validate_when_due(self, stage: Stage) -> None:
         """Validate the policy if `validation_steps` divides the step, but only once per step."""
-        every, step = self.config.evaluation.validation_steps, self.state.step
+        every = self.config.evaluation.validation_steps
+        step = self.state.step
         if not every or step % every or self.state.validated(step):
             return
-        begun, seed = time.perf_counter(), self.config.run.seed
+        begun = time.perf_counter()
+        seed = self.config.run.seed
         tasks = [task for tasks in self.parts.validation.values() for task in tasks]
         with self.ranks.phase("validate", stage.name, step):
             records, trajectories = evaluate(self.policy.rollout, tasks, 1, seed, self.ranks)
             self.check_language_models()
             kl = self.kl_probe.divergences(self._updater)
-        rewards, keys = scored(records), {"stage": stage.name, "step": step}
+        rewards = scored(records)
+        keys = {"stage": stage.name, "step": step}
         self.state.validations.append({**keys, "success": rewards, "kl": kl})
         threshold = self.config.evaluation.success_threshold
         metrics = validation_metrics(rewards, kl, threshold)
@@ -214,7 +225,8 @@ class Trainer(BeforeGRPO):
         self.log.metrics(self._with_logged("validation/", {**keys, **metrics}))
         seconds = {"perf/validation_s": time.perf_counter() - begun}
         self.log.timings({**keys, **seconds})
-        mean, best = mean_success(rewards, self.config.data.domains, threshold), self.state.best
+        mean = mean_success(rewards, self.config.data.domains, threshold)
+        best = self.state.best
         if self.config.run.keep_best and mean is not None and mean > best.get("success", -1.0):
             name = f"step-{step:06d}"
             self.state.best = {"checkpoint": name, "step": step, "success": mean}
@@ -233,7 +245,8 @@ class Trainer(BeforeGRPO):
         best = plateau(self.state.validations, stage, self.config)
         if best is None:
             return False
-        settings, done = self.config.curriculum, self.state.step - stage.first_step
+        settings = self.config.curriculum
+        done = self.state.step - stage.first_step
         self.state.ended_early[stage.name] = done
         self.say(
             f"stage {stage.name} ends after {done} of {stage.num_steps} steps: "

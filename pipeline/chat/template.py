@@ -52,7 +52,8 @@ class TokenCache(OrderedDict[bytes, tuple[Any, int]]):
 
     def __init__(self, max_tokens: int) -> None:
         super().__init__()
-        self.max_tokens, self.num_tokens = max_tokens, 0
+        self.max_tokens = max_tokens
+        self.num_tokens = 0
         self._digests: dict[int, tuple[Tools, bytes]] = {}  # lists of tools by `id`
 
     def call(self, function: Callable[..., Any], *arguments: Any, tools: Tools = ()) -> Any:
@@ -104,7 +105,8 @@ class Chat:
         chat_template: str | None = None,
         system_prompt: str | None = None,
     ) -> None:
-        self.tokenizer, self._kwargs = tokenizer, template_kwargs or {}
+        self.tokenizer = tokenizer
+        self._kwargs = template_kwargs or {}
         prepare = partial(self._prepare, tool_call_format, needs, chat_template, system_prompt)
         rehearse("model: its chat template", prepare, "give another --chat-template")
         prepare()
@@ -133,7 +135,8 @@ class Chat:
         self._control = Special({token.content for token in added.values() if token.special})
         # Some tokenizers add a space at the start of a text, but not after a line break.
         self._line_break: list[int] = []
-        ids, line_break = self._encode("\n<"), self._encode("\n")
+        ids = self._encode("\n<")
+        line_break = self._encode("\n")
         self._line_break = [] if ids == line_break + self._encode("<") else line_break
         is_closed = needs.tools or needs.replies  # else the model's own token may end a message
         own_end = "" if is_closed else tokenizer.eos_token or ""
@@ -162,7 +165,8 @@ class Chat:
         """The text that the template writes by itself before a prompt without a system message."""
         request: Message = {"role": "user", "content": STUB}
         try:
-            first, later = self._template([request]), self._template([*STUB_TURN, request])
+            first = self._template([request])
+            later = self._template([*STUB_TURN, request])
         except UserError:  # a template for prompts of one message
             return ""
         ends = [text.rpartition(STUB)[0][::-1] for text in (first, later)]
@@ -231,7 +235,8 @@ class Chat:
         self, before: list[Message], messages: list[Message], **options: Any
     ) -> tuple[str, Guards]:
         """Return rendered text with placeholders for special strings, and the special strings."""
-        guards, guarded = Guards(), list(before)
+        guards = Guards()
+        guarded = list(before)
         for message in messages:
             special = self._control if message["role"] == "assistant" else self._special
             seen = {key: value for key, value in message.items() if key != "raw_content"}
@@ -264,7 +269,8 @@ class Chat:
 
     def _encode_guarded(self, text: str, guards: Guards, at_start: bool = False) -> list[int]:
         """Return the ids of a rendered text. The texts in `guards` are encoded as plain text."""
-        tokens, ids = self._special.tokens, list[int]()
+        tokens = self._special.tokens
+        ids = list[int]()
         for number, piece in enumerate(GUARD.split(text)):
             is_guarded = number % 2 == 1
             piece = guards.texts[int(piece)] if is_guarded else piece

@@ -59,7 +59,8 @@ _REPLIES: list[list[Message]] = [
     [_RESULT],
     [_RESULT, {**_RESULT, "content": "probe_second"}],
 ]
-_THOUGHT, _ANSWERED = "probe_thought", "probe_answer"
+_THOUGHT = "probe_thought"
+_ANSWERED = "probe_answer"
 _WITH_THOUGHT = [
     _say(f"<think>\n{_THOUGHT}\n</think>\n\n{_ANSWERED}"),
     *({**_say(_ANSWERED), k: _THOUGHT} for k in ("reasoning_content", "thinking", "reasoning")),
@@ -127,7 +128,8 @@ def check_deltas(render: Render, after_stub: Callable[[str], str], has_tools: bo
 def check_calls(read_back: ReadBack, has_reader: bool, tool_call_format: str) -> None:
     """Raise UserError if the template writes tool calls that are parsed as different calls."""
     if unread := next(_unread(read_back, _CALLS), None):
-        reader, remedy = "as Hermes", "leave tool_call_format at auto"
+        reader = "as Hermes"
+        remedy = "leave tool_call_format at auto"
         if tool_call_format == "auto":
             remedy = "set tokenizer.response_template to one that reads them"
         if has_reader:
@@ -146,7 +148,8 @@ def check_calls(read_back: ReadBack, has_reader: bool, tool_call_format: str) ->
 
 def _unread(read_back: ReadBack, messages: dict[str, Message]) -> Iterator[str]:
     for what, message in messages.items():
-        parsed, calls = read_back(message), message["tool_calls"]
+        parsed = read_back(message)
+        calls = message["tool_calls"]
         if parsed is not None and (read := parsed.message().get("tool_calls", [])) != calls:
             found = sum(call in read for call in calls)
             yield f"{what}: {parsed.malformed or f'{found} found of {len(calls)}'}"
@@ -156,7 +159,8 @@ def warn_of_lost_thoughts(render: Render, opening: str) -> None:
     """Warn if the template drops the thoughts of earlier messages, unless thinking is off."""
     generation_prompt = opening.removeprefix(render([ASKED]))
     for answer in _WITH_THOUGHT:
-        text, later = render([ASKED, answer]), render([ASKED, answer, ASKED])
+        text = render([ASKED, answer])
+        later = render([ASKED, answer, ASKED])
         closing = "</think>" if answer is _WITH_THOUGHT[0] else ""
         if _THOUGHT in text:
             closing = text.partition(_THOUGHT)[2].partition(_ANSWERED)[0].strip()

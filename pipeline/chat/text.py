@@ -74,7 +74,8 @@ def parse_with(
     """Parse `prefix`, the sampled text and `end` together as one message."""
     try:
         message = parse_response(text + end, template, prefix=prefix, tools=list(tools))
-        content, values = message.get("content") or "", message.get("tool_calls") or []
+        content = message.get("content") or ""
+        values = message.get("tool_calls") or []
         if not isinstance(content, str) or not isinstance(values, list):
             raise ValueError("the response template gives no message")
         calls = [_call_of(v.get("function", v) if isinstance(v, dict) else v) for v in values]
@@ -113,7 +114,8 @@ def values_are_text(template: ResponseTemplate | None) -> bool:
 
 def steady(template: dict[str, Any]) -> ResponseTemplate:
     """Return a copy of a response template; the copy parses a text in linear time."""
-    loaded, fields = response_templates.load_response_template(template), {}
+    loaded = response_templates.load_response_template(template)
+    fields = {}
     for name, part in loaded.fields.items():
         is_notation = part.content == "xml-inline" or "string_delims" in part.content_args
         close = part.close_re and _Mark(part.close_re, MAX_NOTATION if is_notation else None)
@@ -172,7 +174,8 @@ class Special:
         head = next((n for n in sizes if body[:n] in self._ends), 0)
         tail = next((n for n in sizes if body[-n:] in self._starts), 0)
         if body in self._inside or head + tail > len(body):
-            head, tail = len(body), 0
+            head = len(body)
+            tail = 0
         end = len(body) - tail
         left, right = [guard(piece) if piece else "" for piece in (body[:head], body[end:])]
         before, after = text.split(body, 1) if body else (text, "")

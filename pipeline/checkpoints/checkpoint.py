@@ -79,7 +79,8 @@ def save(
     checkpoint. `moments` is the state of the optimizer.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    final, writing = folder / name, folder / f"{manifest.WRITING}{name}"
+    final = folder / name
+    writing = folder / f"{manifest.WRITING}{name}"
     shutil.rmtree(writing, ignore_errors=True)
     number = 1 + max(map(manifest.number_of, manifest.newest_first(folder)), default=0)
     config = json.dumps(state.get("config", {}), sort_keys=True).encode()
@@ -151,7 +152,8 @@ class Checkpointer:
         self.owners: list[Any] = [state]
         self._settings = settings
         self.state = state
-        self._tokenizer, self._lock = tokenizer, lock
+        self._tokenizer = tokenizer
+        self._lock = lock
         self.unsynced: list[Path] = []  # files to flush to disk before the next checkpoint
         self._saved = None if resumed is None else state.position
         self._begun = self._saved_at = time.perf_counter()
@@ -176,7 +178,8 @@ class Checkpointer:
     @property
     def is_due(self) -> bool:
         """Whether to save a checkpoint now, because of `save_steps` or `save_minutes`."""
-        steps, minutes = self._settings.save_steps, self._settings.save_minutes
+        steps = self._settings.save_steps
+        minutes = self._settings.save_minutes
         due = steps > 0 and self.state.step % steps == 0
         if minutes is not None:
             late = self.ranks.is_main and time.perf_counter() - self._saved_at > 60 * minutes
@@ -214,8 +217,10 @@ class Checkpointer:
             kept = {path.name, self.state.best.get("checkpoint")}
             manifest.prune(self.folder, self._settings.save_total_limit, kept)
         self.ranks.barrier(f"checkpoint {name}")
-        self._saved, self._saved_at = self.state.position, time.perf_counter()
-        seconds, limit_s = self._saved_at - begun, float(os.environ.get(SHUTDOWN_TIMEOUT, 30))
+        self._saved = self.state.position
+        self._saved_at = time.perf_counter()
+        seconds = self._saved_at - begun
+        limit_s = float(os.environ.get(SHUTDOWN_TIMEOUT, 30))
         is_launched = self.ranks.is_main and "TORCHELASTIC_RUN_ID" in os.environ
         if is_launched and seconds > limit_s and not self._warned:
             self._warned = True
@@ -225,7 +230,8 @@ class Checkpointer:
 
     def write(self, name: str, model: Any, moments: SavedState | None = None) -> Path:
         """Write a checkpoint with the `state_dict()` of all `owners`. Only rank 0 calls `write`."""
-        self.state.wall_s, self._begun = self.wall_s, time.perf_counter()
+        self.state.wall_s = self.wall_s
+        self._begun = time.perf_counter()
         state: SavedState = {}
         for owner in self.owners:
             part = owner.state_dict()

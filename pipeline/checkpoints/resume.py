@@ -164,7 +164,8 @@ def load_start(
     at = str(device) if device.type == "cuda" else None
     if path is None:
         return {}, load_model(config.model, tokenizer, config.run.seed, dtype, at)
-    state, is_adapter = read_state(path), lora.is_adapter(path)
+    state = read_state(path)
+    is_adapter = lora.is_adapter(path)
     if state.get("step") and is_adapter != config.model.use_peft:
         held = "LoRA adapters" if is_adapter else "a whole model"
         got = str(config.model.use_peft).lower()
@@ -179,7 +180,8 @@ def refuse_other_facts(state: SavedState, about: Mapping[str, Any], override: bo
     """Raise UserError if the facts about a domain are not those of the checkpoint."""
     saved: Mapping[str, Any] = state.get("about", about)
     for name in {**saved, **about} if not override else ():
-        was, now = saved.get(name, {}), about.get(name, {})
+        was = saved.get(name, {})
+        now = about.get(name, {})
         if changed := [key for key in {**was, **now} if was.get(key) != now.get(key)]:
             given = f"{changed[0]} was {was.get(changed[0])} and is {now.get(changed[0])}"
             raise UserError(f"about: {name}: {given}; restore the data, or give --override")
@@ -236,7 +238,8 @@ def origin_of_model(config: Config) -> SavedState:
     An evaluation trains nothing, so of what the run was made of only its held-out tasks and its
     code count.
     """
-    path, now = Path(config.model.model), config.model_dump(mode="json")
+    path = Path(config.model.model)
+    now = config.model_dump(mode="json")
     if config.grpo.use_grpo or run_of_checkpoint(config.model.model) is None:
         return {}
     try:

@@ -73,7 +73,8 @@ def take_model_of_run(config: Config) -> tuple[Config, list[str]]:
     Returns the settings, and lines to print for the user. Raises UserError for a run folder without
     an undamaged checkpoint.
     """
-    name, folder = config.model.model, Path(config.model.model)
+    name = config.model.model
+    folder = Path(config.model.model)
     is_run = os.path.isfile(folder / RUN_SETTINGS) or os.path.isdir(folder / "checkpoints")
     if name == "tiny" or not (is_run and problem_of_name(name)):
         return config, []
@@ -89,7 +90,8 @@ def take_model_of_run(config: Config) -> tuple[Config, list[str]]:
 
 def check_folder(config: Config) -> None:
     """Raise UserError if the folder is unusable, in use, holds a run or lacks the checkpoint."""
-    folder, name = folder_of(config), config.run.resume_from_checkpoint
+    folder = folder_of(config)
+    name = config.run.resume_from_checkpoint
     parent = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
     if not (os.path.isdir(parent) and os.access(parent, os.W_OK)):
         why = f"'{parent}' is no folder that can be written to"
@@ -177,7 +179,8 @@ def open_folder(config: Config) -> Opened:
     Raises UserError, or OSError for a full disk.
     """
     check_folder(config)
-    folder, name = folder_of(config), config.run.resume_from_checkpoint
+    folder = folder_of(config)
+    name = config.run.resume_from_checkpoint
     lock = _lock(folder)
     checkpoint, notes = find_checkpoint(folder, name) if name else (None, [])
     if checkpoint is not None:

@@ -63,7 +63,8 @@ def sampled_turns(trajectory: Trajectory) -> list[tuple[list[int], list[float]]]
 
 def read_records(folder: Path, rank: int, num_ranks: int) -> list[RunRecord]:
     """Return one rank's share of the episode records. Raises UserError for a damaged file."""
-    names, records = {field.name for field in fields(RunRecord)}, []
+    names = {field.name for field in fields(RunRecord)}
+    records = []
     for path in sorted(folder.glob("step-*.jsonl.gz")):
         if int(path.name.split(".")[1].removeprefix("rank-")) % num_ranks != rank:
             continue

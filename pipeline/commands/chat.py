@@ -15,7 +15,8 @@ def main(argv: list[str]) -> int:
     """Run `chat RUN`; raises UserError for a mistake of the user."""
     options = _parser().parse_args(argv)
     checkpoint = open_checkpoint(options.run, options.checkpoint)
-    config, names = checkpoint.config, checkpoint.config.data.domains
+    config = checkpoint.config
+    names = checkpoint.config.data.domains
     name = options.domain or names[0]
     if name not in names:
         raise UserError(f"--domain: got {shown(name)}; domains of the run: {', '.join(names)}")

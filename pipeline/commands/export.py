@@ -15,7 +15,8 @@ from pipeline.files.hub import check_upload
 def main(argv: list[str]) -> int:
     """Run `export RUN OUT`; raises UserError for a mistake of the user."""
     options = _parser().parse_args(argv)
-    checkpoint, repo_id = open_checkpoint(options.run, options.checkpoint), options.push_to_hub
+    checkpoint = open_checkpoint(options.run, options.checkpoint)
+    repo_id = options.push_to_hub
     if repo_id is not None:
         check_upload(repo_id)
         if not options.merge and not is_portable(checkpoint):

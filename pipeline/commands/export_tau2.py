@@ -27,10 +27,12 @@ AGENT = "agent"  # the folder of the episodes that an endpoint as the agent has 
 def main(argv: list[str]) -> int:
     """Run `export-tau2 RUN OUT`; raises UserError for a mistake of the user."""
     options = _parser().parse_args(argv)
-    run, out = options.run, options.out
+    run = options.run
+    out = options.out
     if not (run / RUN_SETTINGS).is_file():
         raise UserError(f"got {str(run)!r}, which holds no run (no {RUN_SETTINGS})")
-    config, results = load_recipe(run / RUN_SETTINGS), _results(run)
+    config = load_recipe(run / RUN_SETTINGS)
+    results = _results(run)
     domains = load_domains(config.data)
     kinds = {name: d.environment for name, d in domains.items()}
     worlds = {n: k.world for n, k in kinds.items() if issubclass(k, Tau2Environment)}
@@ -45,7 +47,8 @@ def main(argv: list[str]) -> int:
     except OSError as error:
         raise UserError(f"{out} cannot be made ({reason_of(error)}); give a new folder") from None
     for name, world in worlds.items():
-        played, about = [line for line in lines if line["domain"] == name], results["about"][name]
+        played = [line for line in lines if line["domain"] == name]
+        about = results["about"][name]
         if world.checkout.data_hash != about["data_sha256"]:
             why = f"{world.checkout.path} is not the checkout that the run has played on"
             raise UserError(f"tau2: {why} ({name}); check out {about['commit']}")
@@ -88,7 +91,8 @@ def _episodes(run: Path, folder: str) -> list[dict[str, Any]]:
     if not lines:
         names = [path.name for path in (run / "trajectories").glob("*")]
         known = [n.removeprefix(PLAYED) for n in names if n == AGENT or n.startswith(PLAYED)]
-        got, known_names = shown(folder.removeprefix(PLAYED)), ", ".join(sorted(known)) or "none"
+        got = shown(folder.removeprefix(PLAYED))
+        known_names = ", ".join(sorted(known)) or "none"
         raise UserError(f"--evaluation: got {got}; evaluations of {run}: {known_names}")
     return [lines[key] for key in sorted(lines)]
 

@@ -44,7 +44,8 @@ def main(argv: list[str]) -> int:
         name="demonstrations", environment=SingleTurnEnvironment, words=partial(list, words)
     )
     tokenizer = tiny_tokenizer([domain])
-    model, chat = tiny_model(tokenizer, options.seed), Chat(tokenizer)
+    model = tiny_model(tokenizer, options.seed)
+    chat = Chat(tokenizer)
     lengths = [len(encode(chat, d.messages, d.tools or [])["input_ids"]) for d in demonstrations]
     if max(lengths) > (most := model.config.max_position_embeddings):
         where = demonstrations[lengths.index(max(lengths))].where

@@ -101,7 +101,8 @@ def meant(name: str, known: Iterable[str]) -> str:
 
 def split_values(text: str) -> list[str]:
     """Split a text at commas that are outside brackets and braces."""
-    values, depth = [""], 0
+    values = [""]
+    depth = 0
     for character in text:
         depth += (character in "[{") - (character in "]}")
         if character == "," and depth == 0:

@@ -60,7 +60,8 @@ def find_task(config: Config, domain: Domain, task_id: str | None, seed: int, ch
 def chat_of(checkpoint: RunCheckpoint, domain: Domain) -> Chat:
     """Return the chat format of a checkpoint, whose template was fitted."""
     settings = _settings(checkpoint)
-    kwargs, calls = settings.chat_template_kwargs, settings.tool_call_format
+    kwargs = settings.chat_template_kwargs
+    calls = settings.tool_call_format
     return Chat(load_tokenizer(settings), kwargs, calls, needs=needs_of([domain]))
 
 
@@ -95,7 +96,8 @@ def play(rollout: Rollout, customer: "Terminal", task: Task, seed: int, greedy: 
     key = stream_key(seed, "evaluation", *task.key, 0)
     (trajectory,) = rollout([RolloutRequest(task=task, trial=0, key=key)], greedy)
     print()
-    limits, reason = rollout.limits, trajectory.stop_reason
+    limits = rollout.limits
+    reason = trajectory.stop_reason
     why = {
         StopReason.MAX_TURNS: f" (max_turns {limits.max_turns})",
         StopReason.MAX_TOKENS: f" (max_tokens_per_turn {limits.max_tokens_per_turn}, "
@@ -108,7 +110,8 @@ def play(rollout: Rollout, customer: "Terminal", task: Task, seed: int, greedy: 
     if trajectory.error:
         tell("error", trajectory.error)
     if customer.before:
-        was, now = _flat(customer.before), _flat(state_of(customer.environment))
+        was = _flat(customer.before)
+        now = _flat(state_of(customer.environment))
         names = [name for name in {**was, **now} if was.get(name) != now.get(name)]
         changes = [f"{name}: {was.get(name, '-')} -> {now.get(name, '-')}" for name in names]
         tell("changed", changes or "nothing")
@@ -125,7 +128,8 @@ class Terminal:
     """Prints a conversation. With `is_human`, a person types the customer's messages."""
 
     def __init__(self, is_human: bool, chat: Chat) -> None:
-        self.is_human, self.chat = is_human, chat
+        self.is_human = is_human
+        self.chat = chat
         self.environment: Any = None
         self.before: dict[str, Any] = {}  # the database before the first message of the model
 
@@ -134,7 +138,8 @@ class Terminal:
 
         Raises EOFError if the input has ended.
         """
-        self.environment, self.before = environment, state_of(environment)
+        self.environment = environment
+        self.before = state_of(environment)
         *rules, request = messages
         schemas = tool_schemas(type(environment))
         prompt = self.chat.tokenizer.decode(self.chat.prompt_ids(messages, schemas))

@@ -43,18 +43,21 @@ def parse(argv: list[str]) -> Config:
     parser = build_parser(Config())
     namespace, unknown = parser.parse_known_args([_with_hyphens(word, parser) for word in argv])
     given = vars(namespace)
-    source, wants_help = given.pop("config"), given.pop("help")
+    source = given.pop("config")
+    wants_help = given.pop("help")
     if wants_help:
         build_parser(recipe.load_recipe(source or _default(given))).print_help()
         sys.exit(0)
     if unknown:
         raise UserError(one_line(_unknown_argument(unknown[0], parser)))
-    folder, checkpoint = given.get("run.output_dir"), given.get("run.resume_from_checkpoint")
+    folder = given.get("run.output_dir")
+    checkpoint = given.get("run.resume_from_checkpoint")
     resumed = Path(folder) if folder and checkpoint else run_of_checkpoint(checkpoint)
     if source is None and resumed is not None and (resumed / RUN_SETTINGS).is_file():
         source = resumed / RUN_SETTINGS
     path = recipe.find_recipe(source or _default(given))
-    tree, flags = recipe.read_recipe(path), dict[tuple[str, ...], str]()
+    tree = recipe.read_recipe(path)
+    flags = dict[tuple[str, ...], str]()
     if resumed is not None:
         tree["run"]["output_dir"] = str(resumed)
     for dest, text in given.items():
@@ -92,7 +95,8 @@ def build_parser(shown: Config) -> argparse.ArgumentParser:
     first = [(s, n) for n in MOST_USED for s, name in SETTINGS if n == name and s != "warm_start"]
     for section, name in dict.fromkeys((*first, *SETTINGS)):
         setting = SETTINGS[section, name]
-        value, names = getattr(getattr(shown, section), name), [flag(section, name)]
+        value = getattr(getattr(shown, section), name)
+        names = [flag(section, name)]
         kind: dict[str, Any] = {"metavar": _metavar(setting.annotation)}
         if setting.annotation is bool:
             names.append(f"--no-{names[0].removeprefix('--').removeprefix('use-')}")

@@ -65,7 +65,8 @@ def read_recipe(path: Path) -> dict[str, Any]:
     try:
         tree = yaml.load(read_file(path, MAX_BYTES).decode("utf-8-sig"), Loader)
     except (OSError, ValueError, LookupError, RecursionError, yaml.YAMLError) as error:
-        mark, reason = getattr(error, "problem_mark", None), getattr(error, "problem", error)
+        mark = getattr(error, "problem_mark", None)
+        reason = getattr(error, "problem", error)
         line = f", line {mark.line + 1}" if mark else ""
         raise UserError(one_line(f"{path}{line}: {reason}; correct the recipe")) from error
     if not isinstance(tree, dict):
@@ -119,7 +120,8 @@ def own_domains(tree: Mapping[str, Any]) -> list[str]:
 
     Only the recipe's other settings count in such a run, so its name would say nothing.
     """
-    data, path = tree["data"], SHIPPED / f"{tree['recipe']}.yaml"
+    data = tree["data"]
+    path = SHIPPED / f"{tree['recipe']}.yaml"
     if not path.is_file():
         return []  # the user's own recipe
     known = read_recipe(path)["data"].get("domains", ())
@@ -129,7 +131,8 @@ def own_domains(tree: Mapping[str, Any]) -> list[str]:
 
 def in_words(tree: Mapping[str, Any]) -> str:
     """Return the recipe of a run, or else the domains of the user's own, with what they are of."""
-    data, told = tree["data"], list[str]()
+    data = tree["data"]
+    told = list[str]()
     for name in own_domains(tree):
         made = data["environments"].get(name)
         of = {

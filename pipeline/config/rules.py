@@ -33,7 +33,8 @@ def check(config: Config) -> None:
 
 def refuse_placeholders(config: Config) -> None:
     """Raise UserError for a recipe's placeholder where a run, but no check, needs a server."""
-    data, evaluation = config.data, config.evaluation
+    data = config.data
+    evaluation = config.evaluation
     urls = {"customer": data.customer_url, "judge": data.judge_url, "agent": evaluation.agent_url}
     for role, url in urls.items():
         name = f"{role}_url"
@@ -43,7 +44,8 @@ def refuse_placeholders(config: Config) -> None:
 
 def left_out(config: Config) -> Iterator[str]:
     """Yield a line for each setting without effect, such as an environment of no domain."""
-    run, is_trained = config.run, config.grpo.use_grpo
+    run = config.run
+    is_trained = config.grpo.use_grpo
     if run.push_to_hub and not is_trained:
         yield "push_to_hub: nothing is trained, so nothing is uploaded"
     if run.keep_best and not is_trained:
@@ -52,7 +54,8 @@ def left_out(config: Config) -> Iterator[str]:
         yield "rft_rounds: nothing is trained, so there is no rejection fine-tuning"
     if run.hub_model_id and not run.push_to_hub and is_trained:
         yield "hub_model_id: has no effect without push_to_hub"
-    domains, data = config.data.domains, config.data
+    domains = config.data.domains
+    data = config.data
     for name in ("tau2_reward", "tau2_refuel_consent") if data.tau2 is None else ():
         if getattr(data, name) != type(data).model_fields[name].default:
             yield f"{name}: has no effect without tau2"
@@ -84,22 +87,28 @@ def _environments(config: Config) -> Iterator[str]:
 
 
 def _endpoints(config: Config) -> Iterator[str]:
-    data, evaluation = config.data, config.evaluation
-    given, remedy = f"with customer {data.customer}", "give customer llm"
+    data = config.data
+    evaluation = config.evaluation
+    given = f"with customer {data.customer}"
+    remedy = "give customer llm"
     yield from _endpoint(data, "customer", data.customer == "llm", given, remedy)
-    is_judged, given = data.judge_url is not None, "without judge_url"
+    is_judged = data.judge_url is not None
+    given = "without judge_url"
     yield from _endpoint(data, "judge", is_judged, given, "give judge_url")
     is_official = data.tau2 is not None and data.tau2_reward == "official"
     if is_judged and not (is_official or data.reward_funcs):
         hint = "give tau2 and tau2_reward official, or a reward function that asks it"
         yield f"judge_url: got {data.judge_url}; {hint}, or take it out"
-    is_agent, given = evaluation.agent_url is not None, "without agent_url"
+    is_agent = evaluation.agent_url is not None
+    given = "without agent_url"
     yield from _endpoint(evaluation, "agent", is_agent, given, "give agent_url")
 
 
 def _endpoint(part: Section, role: str, is_used: bool, given: str, remedy: str) -> Iterator[str]:
     """Yield contradictions between the settings of a language model behind an endpoint."""
-    default, url, key = type(part)(), getattr(part, f"{role}_url"), getattr(part, f"{role}_key")
+    default = type(part)()
+    url = getattr(part, f"{role}_url")
+    key = getattr(part, f"{role}_key")
     if not is_used:
         for name in (n for n in type(part).model_fields if f"{role}_" in n):
             if (value := getattr(part, name)) != getattr(default, name):
@@ -129,7 +138,8 @@ def _customer(config: Config) -> Iterator[str]:
 
 
 def _rewards(config: Config) -> Iterator[str]:
-    functions, weights = config.data.reward_funcs, config.data.reward_weights
+    functions = config.data.reward_funcs
+    weights = config.data.reward_weights
     for target in functions:
         if not IMPORT_STRING.fullmatch(target):
             hint = "write module:function, such as my_pkg.rewards:correct"
@@ -142,8 +152,10 @@ def _rewards(config: Config) -> Iterator[str]:
 
 
 def _names(config: Config) -> Iterator[str]:
-    data, curriculum = config.data, config.curriculum
-    known, used = list(data.factories), data.domains
+    data = config.data
+    curriculum = config.curriculum
+    known = list(data.factories)
+    used = data.domains
     stages = list(dict.fromkeys([*known, *JOINT_STAGES, *config.stage_names]))
     scales = config.grpo.domain_advantage_scale
     own = "known domains, or give its class in `environments`, or its `tasks` with `reward_funcs`"
@@ -182,7 +194,8 @@ def _example(name: str) -> str:
 
 
 def _curriculum(config: Config) -> Iterator[str]:
-    curriculum, stages = config.curriculum, config.stage_names
+    curriculum = config.curriculum
+    stages = config.stage_names
     if curriculum.order and curriculum.curriculum != "sequential":
         given = f"{','.join(curriculum.order)} with curriculum {curriculum.curriculum}"
         yield f"order: got {given}, whose stage holds all domains; take one of the two out"
@@ -201,7 +214,9 @@ def _curriculum(config: Config) -> Iterator[str]:
 
 
 def _loss(config: Config) -> Iterator[str]:
-    grpo, high, is_cispo = config.grpo, config.grpo.upper_clip, config.grpo.loss_type == "cispo"
+    grpo = config.grpo
+    high = config.grpo.upper_clip
+    is_cispo = config.grpo.loss_type == "cispo"
     if high < grpo.epsilon:
         yield f"epsilon_high: got {high}, below epsilon {grpo.epsilon}; give epsilon, more, or null"
     if is_cispo and high < 1:
@@ -218,7 +233,8 @@ def _loss(config: Config) -> Iterator[str]:
 
 
 def _run(config: Config) -> Iterator[str]:
-    rollout, run = config.rollout, config.run
+    rollout = config.rollout
+    run = config.run
     if rollout.max_tokens <= rollout.max_tokens_per_turn:
         given = f"{rollout.max_tokens}, with max_tokens_per_turn {rollout.max_tokens_per_turn}"
         yield f"max_tokens: got {given}; give an episode (prompt included) more than one turn"

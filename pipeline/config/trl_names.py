@@ -21,7 +21,8 @@ def tables() -> dict[str, dict[str, str]]:
 
 def instead(name: str) -> str:
     """Return the error message for a setting or flag of TRL, or ""."""
-    plain, is_flag = name.lstrip("-").replace("-", "_").removeprefix("no_"), name.startswith("-")
+    plain = name.lstrip("-").replace("-", "_").removeprefix("no_")
+    is_flag = name.startswith("-")
 
     def written(setting: str) -> str:
         if is_flag:

@@ -14,7 +14,8 @@ def mistake_of(url: str) -> str:
         return "it has a space or a character that cannot be printed"
     try:
         parts = urlsplit(url)
-        port, host = parts.port, parts.hostname or ""
+        port = parts.port
+        host = parts.hostname or ""
     except ValueError:
         return "its server or its port cannot be read"
     if parts.scheme not in ("http", "https"):

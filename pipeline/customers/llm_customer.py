@@ -39,10 +39,12 @@ class LlmCustomer:
     """
 
     def __init__(self, scenario: Scenario, ask: Ask) -> None:
-        self._scenario, self._ask = scenario, ask
+        self._scenario = scenario
+        self._ask = ask
         self.model_messages: list[Message] = [{"role": "system", "content": scenario.system}]
         self.tool_counts: dict[str, list[int]] = {}
-        self._num_errors, self._is_gone = 0, False
+        self._num_errors = 0
+        self._is_gone = False
 
     async def first_words(self) -> str:
         """Return the customer's first message, which answers the agent's greeting."""
@@ -80,7 +82,8 @@ class LlmCustomer:
     def _result(self, call: Message) -> Message:
         """Call one of the customer's own tools; return the message with the result."""
         name = call["function"]["name"]
-        text, failed = f"Error: there is no tool {name}", True
+        text = f"Error: there is no tool {name}"
+        failed = True
         if self._scenario.call is not None:
             text, failed = self._scenario.call(name, json.loads(call["function"]["arguments"]))
         counts = self.tool_counts.setdefault(name, [0, 0])

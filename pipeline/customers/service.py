@@ -84,7 +84,8 @@ class Customers:
     """The language model's customers on one rank. `welcomes` has the domains' `welcome` by name."""
 
     def __init__(self, model: LanguageModel, domains: Iterable[str]) -> None:
-        self.model, self.welcomes = model, dict.fromkeys(domains, self.welcome)
+        self.model = model
+        self.welcomes = dict.fromkeys(domains, self.welcome)
 
     async def welcome(self, environment: Any, task: Task, key: int, request: str) -> str:
         """Give an episode its customer; return the request, with the customer's first words.

@@ -38,14 +38,17 @@ class Stage:
 
 def make_stages(config: Config, num_tasks: Mapping[str, int]) -> list[Stage]:
     """Return the stages of a run. Raises UserError if a domain would have no group in a stage."""
-    curriculum, size = config.curriculum, config.rollout.tasks_per_step
+    curriculum = config.curriculum
+    size = config.rollout.tasks_per_step
     takes_turns = curriculum.curriculum == "interleaved"
     difficulties = curriculum.difficulties or [config.data.difficulty]
     parts = [(*stage, difficulty) for stage in _shares(config) for difficulty in difficulties]
-    num_steps, names = _steps(config, [own for own, _, _ in parts]), config.stage_names
+    num_steps = _steps(config, [own for own, _, _ in parts])
+    names = config.stage_names
     stages: list[Stage] = []
     for index, (own, shares, difficulty) in enumerate(parts):
-        name, steps = names[index], num_steps[index]
+        name = names[index]
+        steps = num_steps[index]
         counts = [size] * len(shares) if takes_turns else split(size, list(shares.values()))
         groups = {d: min(n, num_tasks[d]) for d, n in zip(shares, counts, strict=True) if n > 0}
         schedule = tuple(quota(shares, steps)) if takes_turns else ()
@@ -74,7 +77,8 @@ def one_after_another(
 
 
 def _shares(config: Config) -> list[tuple[tuple[str, ...], dict[str, float]]]:
-    domains, curriculum = config.data.domains, config.curriculum
+    domains = config.data.domains
+    curriculum = config.curriculum
     if curriculum.curriculum != "sequential":
         weights = {domain: curriculum.domain_weights.get(domain, 1.0) for domain in domains}
         total = sum(weights.values())
@@ -93,15 +97,18 @@ def _shares(config: Config) -> list[tuple[tuple[str, ...], dict[str, float]]]:
 
 def _steps(config: Config, owns: Sequence[tuple[str, ...]]) -> list[int]:
     """Return the step count by stage. Stages without a set number share the remaining steps."""
-    curriculum, max_steps = config.curriculum, config.grpo.max_steps
+    curriculum = config.curriculum
+    max_steps = config.grpo.max_steps
     size = config.rollout.tasks_per_step
     steps = curriculum.stage_steps | {n: -(-c // size) for n, c in curriculum.stage_tasks.items()}
-    total, names = sum(steps.values()), config.stage_names
+    total = sum(steps.values())
+    names = config.stage_names
     rest = {name: own for name, own in zip(names, owns, strict=True) if name not in steps}
     if total > max_steps or (not rest and total < max_steps):
         given = f"the stages have {total} steps, and max_steps is {max_steps}"
         raise UserError(f"stage_steps: {given}; give max_steps {total}, or change theirs")
-    weights, known = list[float](), curriculum.stage_weights
+    weights = list[float]()
+    known = curriculum.stage_weights
     for name, own in rest.items():  # A stage with one domain may get the domain's weight.
         weights.append(known.get(name, known.get(own[0] if len(own) == 1 else "", 1.0)))
     steps |= dict(zip(rest, split(max_steps - total, weights), strict=True))
@@ -125,7 +132,8 @@ def tasks_of_step(stage: Stage, step: int, sources: Mapping[str, Source], seed: 
     groups = stage.groups
     if stage.schedule:
         domain = stage.schedule[number]
-        groups, number = {domain: groups[domain]}, stage.schedule[:number].count(domain)
+        groups = {domain: groups[domain]}
+        number = stage.schedule[:number].count(domain)
     key = (seed, "order", stage.name)
     tasks = (tasks_of_source(sources[d], n, number, *key, d) for d, n in groups.items())
     return [task for of_domain in tasks for task in of_domain]
@@ -171,7 +179,9 @@ def on_plateau(history: Sequence[float], patience: int, delta: float) -> bool:
 def describe(stages: Sequence[Stage], config: Config) -> dict[str, Any]:
     """Return the content of `curriculum.json`."""
     keys = ("name", "own", "difficulty", "first_step", "num_steps")
-    described, seen, shares = list[dict[str, Any]](), set[str](), {"replay": 0.0, "preview": 0.0}
+    described = list[dict[str, Any]]()
+    seen = set[str]()
+    shares = {"replay": 0.0, "preview": 0.0}
     for stage in stages:
         further = {key: getattr(stage, key) for key in keys}
         further |= {"family_shares": stage.family_shares} if stage.family_shares else {}

@@ -121,7 +121,8 @@ def _load_dataset(source: str, split: str) -> Any:
     """
     from datasets import Features, Value, config, load_dataset, load_dataset_builder
 
-    is_folder, is_online = os.path.isdir(source), not config.HF_HUB_OFFLINE
+    is_folder = os.path.isdir(source)
+    is_online = not config.HF_HUB_OFFLINE
     cards = [Path(source, name) for name in CARDS] if is_folder else _cards_of_hub(source)
     check_cards(filter(Path.is_file, cards), allowed="" if is_folder else HUB)
     builder = load_dataset_builder(source)

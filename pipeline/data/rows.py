@@ -76,7 +76,8 @@ def _parsed(text: str, where: str, what: str) -> Any:
     try:
         return parse_json(text)
     except ValueError as error:
-        reason, line = getattr(error, "msg", error), getattr(error, "lineno", 0)
+        reason = getattr(error, "msg", error)
+        line = getattr(error, "lineno", 0)
     where += f", line {line}" if line and what == "file" else ""
     raise UserError(f"{where}: not JSON ({reason}); mend the {what}")
 
@@ -139,7 +140,8 @@ class JoinedRows:
     """The rows of several files, one after another."""
 
     def __init__(self, parts: Sequence[JsonArray | JsonLines], names: Sequence[str]) -> None:
-        self.name, self._parts = ", ".join(names), parts
+        self.name = ", ".join(names)
+        self._parts = parts
         self._firsts: list[int] = []  # the number of each part's first row
 
     def __iter__(self) -> Iterator[tuple[str, Any]]:
@@ -171,12 +173,14 @@ class DatasetRows:
         # An Arrow struct would add null for each missing key, and would turn some texts into dates.
         if isinstance(dataset.features.get("payload"), dict):
             raise UserError(f"{name}: payload: got a struct; store payloads as JSON text")
-        self.name, self._dataset = name, dataset.with_format(None)
+        self.name = name
+        self._dataset = dataset.with_format(None)
         self._versions = self._file_versions()
         self._typed = [k for k, v in dataset.features.items() if type(v).__name__ != "Json"]
 
     def __iter__(self) -> Iterator[tuple[str, Any]]:
-        names, batches = self._dataset.column_names, self._dataset.iter(batch_size=256)
+        names = self._dataset.column_names
+        batches = self._dataset.iter(batch_size=256)
         rows = (values for batch in batches for values in zip(*batch.values(), strict=True))
         for index, values in enumerate(rows):
             yield self.where(index), self._task(dict(zip(names, values, strict=True)))
@@ -249,7 +253,8 @@ def with_usual_messages(messages: Any) -> Any:
 
 
 def _usual(message: dict[str, Any]) -> dict[str, Any]:
-    calls, content = message.get("tool_calls"), message.get("content")
+    calls = message.get("tool_calls")
+    content = message.get("content")
     found = {k: v for k, v in message.items() if v is not None or k == "content"}
     if found.get("role") == "developer":
         found["role"] = "system"

@@ -18,7 +18,8 @@ def quota(shares: Mapping[str, float], count: int) -> list[str]:
 
     The proportions in each prefix of the list are also as close to `shares` as possible.
     """
-    given, names = Counter[str](), list[str]()
+    given = Counter[str]()
+    names = list[str]()
     while len(names) < count:
         names.append(_next(shares, given, shares))
         given[names[-1]] += 1
@@ -70,14 +71,16 @@ class TaskMixture(Sequence[Task]):
     def _draws(self, count: int, *key: int | str) -> Iterator[list[int]]:
         """Yield the indices of the tasks of each step."""
         queues = {family: deque[int]() for family in self.shares}
-        given, passes = Counter[str](), Counter[str]()
+        given = Counter[str]()
+        passes = Counter[str]()
         while True:
             drawn: dict[str, list[int]] = {family: [] for family in self.shares}
             for _ in range(count):
                 free = [f for f, of in drawn.items() if len(of) < len(self.indices[f])]
                 family = _next(self.shares, given, free)
                 given[family] += 1
-                queue, own = queues[family], self.indices[family]
+                queue = queues[family]
+                own = self.indices[family]
                 if not queue:
                     order = permutation(len(own), *key, "family", family, passes[family])
                     queue.extend(own[position] for position in order)
@@ -115,7 +118,8 @@ def mixtures(
     """
     made = {name: TaskMixture(tasks, shares) for name, tasks in sources.items()}
     families = sorted({family for mixture in made.values() for family in mixture.indices})
-    where, known = f"family_shares: {domain}", ", ".join(families)
+    where = f"family_shares: {domain}"
+    known = ", ".join(families)
     missing = [family for family in shares if family not in families]
     if missing and is_strict:
         hint = f"families of the training tasks are {shown(known)}"

@@ -40,7 +40,8 @@ class Census:
         """With `by_prompt`, rows are the same task if the model sees the same of them."""
         self.lengths = array("Q")
         self._by_prompt = by_prompt
-        self._contents, self._families = array("Q"), array("Q")
+        self._contents = array("Q")
+        self._families = array("Q")
         self._numbers: dict[str, int] = {}  # of families
 
     def add(self, row: TaskRow) -> None:

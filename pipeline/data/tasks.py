@@ -76,7 +76,9 @@ class Tasks(Sequence[Task]):
     def __init__(
         self, make: Callable[[int], Task], indices: Sequence[int], where: Callable[[int], str]
     ) -> None:
-        self._make, self._indices, self._where = make, indices, where
+        self._make = make
+        self._indices = indices
+        self._where = where
 
     def __len__(self) -> int:
         return len(self._indices)
@@ -171,7 +173,8 @@ def _with_defaults(row: Any, number: int) -> Any:
     """Return a row with a text as its id, and with a list of messages as its prompt."""
     if not isinstance(row, dict):
         return row
-    prompt, name = row.get("prompt", ""), row.get("id", number)
+    prompt = row.get("prompt", "")
+    name = row.get("id", number)
     if isinstance(prompt, str):
         prompt = [{"role": "user", "content": prompt}]
     return {**row, "id": str(name) if type(name) is int else name, "prompt": prompt}

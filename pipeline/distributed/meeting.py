@@ -61,10 +61,13 @@ def named(
 
     A `rank` meets the others at MASTER_ADDR, the launcher of a `machine` at PET_MASTER_ADDR.
     """
-    environ, text, of = os.environ, str(error), "PET_" if kind == "machine" else ""
+    environ = os.environ
+    text = str(error)
+    of = "PET_" if kind == "machine" else ""
     reason = re.sub(r"\[/\S+\] ", "", reason_of(error))  # without paths of gloo's sources
     number = environ.get("PET_NODE_RANK" if of else "RANK", "0")
-    own, first = f"{kind} {number} on {platform.node()}", f"{kind} 0"
+    own = f"{kind} {number} on {platform.node()}"
+    first = f"{kind} 0"
     port = environ.get(f"{of}MASTER_PORT", "29500")
     where = f"{environ.get(f'{of}MASTER_ADDR', '?')}:{port}"
     same = f"the same {of}MASTER_ADDR and {of}MASTER_PORT on all machines"
@@ -107,8 +110,10 @@ def _give_up(
     address: tuple[str, int],
     resolved: tuple[Any, ...] | None,
 ) -> None:
-    until, reached = time.monotonic() + timeout_s + LATE_S, False
-    reason, why = f"gloo still waits after {timeout_s + LATE_S:.0f} s", ""
+    until = time.monotonic() + timeout_s + LATE_S
+    reached = False
+    reason = f"gloo still waits after {timeout_s + LATE_S:.0f} s"
+    why = ""
     while not ended.is_set():
         is_late = time.monotonic() >= until
         # Resolving a name reads the environment, and Accelerate sets variables as it starts: at

@@ -46,15 +46,20 @@ class Phase(NamedTuple):
 
 class Ranks:
     def __init__(self, rank: int, num_ranks: int, timeout_s: float) -> None:
-        self.rank, self.num_ranks, self.is_main = rank, num_ranks, rank == 0
+        self.rank = rank
+        self.num_ranks = num_ranks
+        self.is_main = rank == 0
         self._timeout = timedelta(seconds=timeout_s)
         self._group: Any = None
         if num_ranks > 1:
             self._group = dist.new_group(backend="gloo", timeout=self._timeout)
             self._store: Any = dist.distributed_c10d._get_default_store()  # private API of torch
-        self._num_agreements, self.agreement = 0, "agreement 0"  # `agreement` is a key of the store
+        self._num_agreements = 0
+        self.agreement = "agreement 0"  # `agreement` is a key of the store
         self.stop_wanted = False  # set by the watchdog; the next `agree` then stops all ranks
-        self.task, self.waits_for, self.progress_at = "", "", time.monotonic()
+        self.task = ""
+        self.waits_for = ""
+        self.progress_at = time.monotonic()
         self.seconds: dict[str, float] = defaultdict(float)  # phase, or `wait` -> seconds
         self.bytes: dict[str, int] = defaultdict(int)  # bytes that this rank sent, by kind of data
         self.current = Phase("start")
@@ -100,7 +105,8 @@ class Ranks:
             raise Interrupted
 
     def _agreed(self) -> bytes:
-        key, old = self.agreement, f"agreement {self._num_agreements - 2}"
+        key = self.agreement
+        old = f"agreement {self._num_agreements - 2}"
         if self.stop_wanted:
             return bytes(self._store.compare_set(key, "", "stop"))
         if self._store.add(f"{key}, ranks", 1) == self.num_ranks:
@@ -190,7 +196,8 @@ class Ranks:
     @contextmanager
     def phase(self, name: str, stage: str = "", step: int | None = None) -> Iterator[None]:
         """Mark the context as the phase `name`; `seconds[name]` grows by the time without waits."""
-        outer, self.current = self.current, Phase(name, stage, step)
+        outer = self.current
+        self.current = Phase(name, stage, step)
         self.task = ""
         self.alive()
         self.on_phase()

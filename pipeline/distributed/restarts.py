@@ -19,7 +19,8 @@ def meet_again(timeout_s: float, device_type: str) -> None:
     Ranks of other machines may still wait for the ended rank, so it is first named to them. If they
     were still starting, they wait for it for `timeout_s`, and then their launcher starts them, too.
     """
-    environ, timeout = os.environ, timedelta(seconds=2 * timeout_s + START_S)
+    environ = os.environ
+    timeout = timedelta(seconds=2 * timeout_s + START_S)
     attempt = int(environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
     if attempt == 0 or environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return

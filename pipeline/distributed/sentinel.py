@@ -18,14 +18,16 @@ TICK_S = 0.5
 
 
 def main(pid: int, ticks: int, store_ticks: int, name: str, first: str) -> None:
-    silent, last = 0, b"."
+    silent = 0
+    last = b"."
     while silent < (store_ticks if last == b"?" else ticks):
         ready, _, _ = select.select([0], [], [], TICK_S)
         if ready:
             received = os.read(0, 4096)
             if not received:
                 return
-            silent, last = 0, received[-1:]
+            silent = 0
+            last = received[-1:]
         elif not _is_suspended(pid):
             silent += 1
     seconds = f"for {silent * TICK_S:.0f} s and is ended"

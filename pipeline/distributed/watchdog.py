@@ -38,7 +38,8 @@ from pipeline.files.untrusted import printable
 SAME_SIGNAL_S = 2.0
 # After PATIENCE_S without a new heartbeat, a rank counts as silent. A rank reads the heartbeats of
 # all ranks for LOOK_S before it names a rank that does not come to a collective.
-PATIENCE_S, LOOK_S = 3.0, 5.0
+PATIENCE_S = 3.0
+LOOK_S = 5.0
 # After a pause longer than SUSPENDED_S and timeout / 10, the watchdog assumes a suspended run.
 SUSPENDED_S = 3.0
 GRACE_S = 5.0  # seconds from a fault to the forced end of a rank
@@ -82,8 +83,10 @@ class Watchdog:
     """
 
     def __init__(self, ranks: Ranks, timeout_s: float) -> None:
-        self._ranks, self._timeout_s = ranks, timeout_s
-        self.can_resume, self.advice = False, ""
+        self._ranks = ranks
+        self._timeout_s = timeout_s
+        self.can_resume = False
+        self.advice = ""
         self.not_for_children: list[IO[str]] = []
         self._store = ranks.connect_to_store()
         self._own: Heartbeat
@@ -186,7 +189,8 @@ class Watchdog:
             fault = self._fault or own
         if fault == own and text and not self._fault:
             print(printable(text + self.advice), file=sys.stderr, flush=True)
-        self._fault, self._fault_at = fault, self._fault_at or time.monotonic()
+        self._fault = fault
+        self._fault_at = self._fault_at or time.monotonic()
         return fault
 
     def _watch(self) -> None:
@@ -210,7 +214,8 @@ class Watchdog:
                 self._end()
 
     def _handle_signal(self, number: int) -> None:
-        now, is_first = time.monotonic(), not self._first_signal_at
+        now = time.monotonic()
+        is_first = not self._first_signal_at
         self._first_signal_at = self._first_signal_at or now
         if now - self._first_signal_at > SAME_SIGNAL_S:
             leave_at_once(INTERRUPTED if self.can_resume else 1)
@@ -249,7 +254,8 @@ class Watchdog:
             beats[last.rank] = last
         self._others = beats
         if fault and not self._fault:
-            self._fault, self._fault_at = json.loads(fault), time.monotonic()
+            self._fault = json.loads(fault)
+            self._fault_at = time.monotonic()
         self._ranks.stop_wanted |= bool(stop)
 
     @property
@@ -280,7 +286,8 @@ class Watchdog:
 
     def _look(self) -> None:
         now = time.monotonic()
-        gap_s, self._looked_at = now - self._looked_at, now
+        gap_s = now - self._looked_at
+        self._looked_at = now
         if gap_s > max(SUSPENDED_S, self._timeout_s / 10):
             # Other ranks may have been suspended, too, so the timeouts of all ranks start again.
             self._ranks.alive()
@@ -312,7 +319,8 @@ class Watchdog:
 
     def _name_missing_rank(self, is_deadlock: bool) -> None:
         self._look_for_ended_ranks()
-        now, beats = time.monotonic(), list(self._others.values())
+        now = time.monotonic()
+        beats = list(self._others.values())
         silent = [beat for beat in beats if now - beat.seen_at > PATIENCE_S]
         working = [beat for beat in beats if not beat.waits_for]
         missing = silent or working or (beats if is_deadlock else [])

@@ -147,8 +147,10 @@ def main(
     """Run the checks together with the other ranks; returns 1 if anything is broken, else 0."""
     timeout_s = min(timeout_s, config.run.timeout)
     run = config.run.model_copy(update={"timeout": timeout_s})
-    rank, begun = int(os.environ.get("RANK", "0")), time.perf_counter()
-    reports, names = rank == 0, ["connection", *(check.name for check in checks)]
+    rank = int(os.environ.get("RANK", "0"))
+    begun = time.perf_counter()
+    reports = rank == 0
+    names = ["connection", *(check.name for check in checks)]
     findings: list[Finding] = []
     if reports:
         print(f"doctor: recipe {config.recipe}; each check may take {timeout_s:g} s")
@@ -163,7 +165,9 @@ def main(
     except (ToldElsewhere, UserError):
         raise
     except Exception as error:
-        reports, name, remedies = True, names[len(findings)], ["", *(c.remedy for c in checks)]
+        reports = True
+        name = names[len(findings)]
+        remedies = ["", *(c.remedy for c in checks)]
         if not findings and rank > 0:
             time.sleep(SILENT_S)  # if rank 0 has ended, the launcher ends this rank
         text = f"rank {rank} on {platform.node()}: {type(error).__name__}: {reason_of(error)}"
@@ -190,7 +194,8 @@ def _print_row(name: str, finding: Finding) -> None:
 def _findings(config: Config, connect: Connect, checks: Sequence[Check]) -> Iterator[Finding]:
     begun = time.perf_counter()
     accelerator, ranks = connect(config)
-    seconds, backend = time.perf_counter() - begun, "NCCL" if on_gpu() else "gloo"
+    seconds = time.perf_counter() - begun
+    backend = "NCCL" if on_gpu() else "gloo"
     met = f"{ranks.num_ranks} ranks met in {seconds:.1f} s; they exchange over {backend}"
     yield Finding("ok", met if ranks.num_ranks > 1 else "one rank, which needs none")
     with Watchdog(ranks, config.run.timeout) as watchdog:

@@ -107,7 +107,8 @@ def generate(
 
 def shares_of(family: Family, difficulty: str) -> dict[str, float]:
     """Return each branch's share of the family's tasks at a difficulty; the shares sum to 1."""
-    branches, is_easy = family.branches.items(), difficulty == "easy"
+    branches = family.branches.items()
+    is_easy = difficulty == "easy"
     shares = {name: branch.easy if is_easy else branch.share for name, branch in branches}
     total = sum(shares.values())
     return {name: share / total for name, share in shares.items() if share}

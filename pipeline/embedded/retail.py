@@ -183,7 +183,8 @@ def draft_task(random: Random, family: str, branch: str, case: Branch) -> Draft:
     expected = database.model_copy(deep=True)
     final = expected.orders[ids[0]]
     if (family, branch) == ("cancel", "pending"):
-        final.status, final.cancel_reason = "cancelled", words
+        final.status = "cancelled"
+        final.cancel_reason = words
         expected.case.asked = ["reason"]
     elif (family, branch) == ("cancel", "shipped"):
         final.status = "recalled"

@@ -43,7 +43,8 @@ class Answer(BaseModel):
 
 
 Tool = TypeVar("Tool", bound=Callable[..., Any])
-_FACTS, _ANSWER = TypeAdapter(list[str]), TypeAdapter[Answer | None](Answer | None)
+_FACTS = TypeAdapter(list[str])
+_ANSWER = TypeAdapter[Answer | None](Answer | None)
 MAX_STEPS = 1024  # largest number of tasks for which `_STEPS` holds the expert's steps
 _STEPS: dict[tuple[type[Any], str], tuple[str, ...]] = {}  # (class, payload) -> expert's steps
 LOOKUPS = ("find_", "get_")  # name prefixes of lookups (tools that only read the database)
@@ -146,18 +147,21 @@ class CaseEnvironment:
     difference: dict[str, list[str]]
 
     def reset(self, **row: Any) -> str | None:
-        self._row, self._steps = row, list[str]()
+        self._row = row
+        self._steps = list[str]()
         payload = json.loads(row["payload"])
         self._db: Any = self.database_class.model_validate(payload["database"])
         self._expected = self.database_class.model_validate(payload["expected"])
         self._facts = _FACTS.validate_python(payload["facts"])
         answer = _ANSWER.validate_python(payload["answer"])
-        case, steps = self._db.case, self._steps
+        case = self._db.case
+        steps = self._steps
         self.user = ScriptedUser(answer.topic, answer.words, case, steps) if answer else None
         self._goal: dict[str, str] = payload.get("goal") or {}
         self.done = False
         self.final_message = ""
-        self.reward_breakdown, self.difference = {}, {}
+        self.reward_breakdown = {}
+        self.difference = {}
         return None
 
     def get_reward(self) -> float:
@@ -169,7 +173,8 @@ class CaseEnvironment:
             "database": self._db == self._expected,
             "steps": follows(self._steps, steps),
         }
-        self.reward_breakdown, self.difference = {**parts}, {}
+        self.reward_breakdown = {**parts}
+        self.difference = {}
         if not parts["steps"]:
             self.difference["steps"] = [", ".join(self._steps), ", ".join(steps)]
         if not parts["database"]:
@@ -249,7 +254,8 @@ def expert_of(
             argument = {kind: goal["record"]}
         else:
             argument = {kind: agent.call(f"find_{kind}", customer=goal["customer"])[kind]}
-        record, cases = agent.call(f"get_{kind}", **argument), branches[goal["family"]]
+        record = agent.call(f"get_{kind}", **argument)
+        cases = branches[goal["family"]]
         right = next(
             branch.choice
             for branch in cases

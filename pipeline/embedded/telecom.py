@@ -210,7 +210,8 @@ def draft_task(random: Random, family: str, branch: str, case: Branch) -> Draft:
     else:
         final.status = "active"
         if branch == "due":
-            final.bill, final.bill_sent = "paid", True
+            final.bill = "paid"
+            final.bill_sent = True
     return Draft(
         goal={"record": ids[0], "customer": ids[1]},
         database=database,

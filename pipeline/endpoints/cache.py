@@ -25,7 +25,9 @@ def key_of(*parts: Any) -> str:
 def _entry(line: bytes) -> tuple[str, Message | None, int]:
     """Return the key, message and number of tokens of a line; raises an error for another line."""
     entry = parse_json(line.decode())
-    key, message, num_tokens = entry["key"], entry["message"], entry["num_tokens"]
+    key = entry["key"]
+    message = entry["message"]
+    num_tokens = entry["num_tokens"]
     if not isinstance(key, str) or type(num_tokens) is not int or num_tokens < 0:
         raise TypeError
     if message is not None:
@@ -47,7 +49,8 @@ class AnswerCache:
         folder.mkdir(parents=True, exist_ok=True)
         self._answers: dict[str, Message] = {}
         self.num_calls = self.num_tokens = 0
-        own, size = folder / f"{name}.jsonl", 0
+        own = folder / f"{name}.jsonl"
+        size = 0
         for path in sorted(folder.glob("*.jsonl")):
             whole = path.read_bytes().rpartition(b"\n")[0]
             for number, line in enumerate(whole.split(b"\n") if whole else [], 1):

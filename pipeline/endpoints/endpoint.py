@@ -30,7 +30,8 @@ from pipeline.files.untrusted import (
     without_secrets,
 )
 
-FIRST_PAUSE_S, MAX_PAUSE_S = 0.5, 20.0
+FIRST_PAUSE_S = 0.5
+MAX_PAUSE_S = 20.0
 TOLD = 3  # failed attempts without a success between them, before a line says so
 QUIET_S = 60.0  # seconds in which the same line is not printed again
 MAX_REPLY = 8 << 20  # bytes of a reply, unpacked; a longer one is no message
@@ -57,7 +58,8 @@ class Refused(Exception):
 
     def __init__(self, why: str, for_all: bool, remedy: str = "") -> None:
         super().__init__(why)
-        self.for_all, self.remedy = for_all, remedy
+        self.for_all = for_all
+        self.remedy = remedy
 
 
 class Endpoint:
@@ -91,7 +93,9 @@ class Endpoint:
         except ModuleNotFoundError:
             hint = "pip install 'three-domain-grpo[endpoints]'"
             raise UserError(f"{role}_url: needs the package httpx; {hint}") from None
-        self.url, self.model, self.temperature = url.rstrip("/"), model, temperature
+        self.url = url.rstrip("/")
+        self.model = model
+        self.temperature = temperature
         keep_secret(key)
         if not (key.isascii() and key.isprintable()):
             hint = "a header holds printable ASCII alone; set the variable again"
@@ -107,12 +111,19 @@ class Endpoint:
             why = f"{self.url} cannot be called ({reason_of(error)}); mend it, or {names}"
             raise UserError(f"{role}_url: {why}") from None
         self._headers = {"Authorization": f"Bearer {key}"} if key else {}
-        self.patience_s, self._say, self._random = patience_s, say, random.Random()
-        self.has_answered, self._role, self._as_written = False, role, as_written
-        self._num_failed, self._failing_since = 0, 0.0
-        self._opens_at, self._asked = -math.inf, ""  # after a Retry-After
+        self.patience_s = patience_s
+        self._say = say
+        self._random = random.Random()
+        self.has_answered = False
+        self._role = role
+        self._as_written = as_written
+        self._num_failed = 0
+        self._failing_since = 0.0
+        self._opens_at = -math.inf
+        self._asked = ""  # after a Retry-After
         self._has_probed = False
-        self._told, self._told_at = set[str](), dict[str, float]()  # by kind of failure
+        self._told = set[str]()
+        self._told_at = dict[str, float]()  # by kind of failure
 
     async def answer(
         self,
@@ -130,7 +141,8 @@ class Endpoint:
         body: dict[str, Any] = {"model": self.model, "messages": list(messages), "seed": seed}
         body |= {"temperature": self.temperature, "stream": False, **options}
         body |= {"tools": list(tools)} if tools else {}
-        begun, useless = time.monotonic(), 0
+        begun = time.monotonic()
+        useless = 0
         for attempt in count():
             await self._open(begun)
             try:
@@ -168,7 +180,8 @@ class Endpoint:
     def _close_for(self, seconds: float, failed: Failed) -> None:
         """Make no call for some seconds, because the endpoint asks for it."""
         if (opens_at := time.monotonic() + seconds) > self._opens_at:
-            self._opens_at, self._asked = opens_at, self._request(failed)
+            self._opens_at = opens_at
+            self._asked = self._request(failed)
         self._failing_since = self._opens_at  # to wait as asked is no outage
 
     def _request(self, failed: Failed) -> str:
@@ -178,7 +191,8 @@ class Endpoint:
         return f"{asked}, and a call waits at most {self.patience_s:.3g} s (0.9 of call_timeout)"
 
     async def _post(self, body: dict[str, Any]) -> tuple[Message | None, int]:
-        client, address = self._connected(), f"{self.url}/chat/completions"
+        client = self._connected()
+        address = f"{self.url}/chat/completions"
         try:
             async with asyncio.timeout(self.patience_s / 2):
                 request = client.stream("POST", address, json=body, headers=self._headers)
@@ -204,7 +218,8 @@ class Endpoint:
         """Return the client of the running event loop; a client works in one loop only."""
         loop = asyncio.get_running_loop()
         if self._loop is not loop:
-            self._loop, self._client = loop, self._new_client()
+            self._loop = loop
+            self._client = self._new_client()
         return self._client
 
     def _new_client(self) -> Any:
@@ -228,7 +243,8 @@ class Endpoint:
 
     async def _speaks_tls(self) -> bool:
         """Return whether the server of an http URL answers to https; sends no key."""
-        self._has_probed, url = True, self._httpx.URL(self.url)
+        self._has_probed = True
+        url = self._httpx.URL(self.url)
         if url.scheme == "https":
             return False
         try:
@@ -243,7 +259,8 @@ class Endpoint:
     def _note(self, failed: Failed | None, begun: float) -> float:
         """Note a failure or, with None, an answer; return since when calls fail."""
         if failed is None:
-            self.has_answered, self._num_failed = True, 0
+            self.has_answered = True
+            self._num_failed = 0
             if self._told:
                 self._say(f"{self._role}: {self.url} answers again")
             self._told.clear()
@@ -289,7 +306,8 @@ def _read(text: str, as_written: bool) -> tuple[Message | None, int]:
     try:
         choice = response["choices"][0]
         message = choice["message"]
-        content, calls = message.get("content") or "", message.get("tool_calls") or []
+        content = message.get("content") or ""
+        calls = message.get("tool_calls") or []
         made = [
             {
                 "id": str(call["id"]),

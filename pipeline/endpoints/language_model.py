@@ -57,7 +57,8 @@ class LanguageModel:
         as_written: bool = False,
     ) -> None:
         parts = config.data, config.evaluation
-        self._role, self._data = role, next(p for p in parts if hasattr(p, f"{role}_url"))
+        self._role = role
+        self._data = next(p for p in parts if hasattr(p, f"{role}_url"))
         self._key_name = self._setting("key")
         self._endpoint = Endpoint(
             str(self._setting("url")),
@@ -70,7 +71,8 @@ class LanguageModel:
             as_written,
         )
         self.cache = AnswerCache(folder / f"{role}s", name or f"rank-{rank}")
-        self.ended, self._num_open = "", 0
+        self.ended = ""
+        self._num_open = 0
         limits = {
             f"max_{role}_calls": self.cache.num_calls,
             f"max_{role}_tokens": self.cache.num_tokens,

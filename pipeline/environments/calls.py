@@ -65,7 +65,8 @@ def guarded(name: str, seconds: float, call: Callable[[], Any]) -> Any:
     outer_deadline = _state.deadline
     pid = os.getpid()
     _state.deadline = begun + seconds
-    result, fault = None, None
+    result = None
+    fault = None
     try:
         # Synchronous code may call `asyncio.run`, which no running event loop may surround.
         with _no_running_loop():
@@ -235,7 +236,8 @@ def run_here(function: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def _wait_for(awaitable: Awaitable[Any]) -> Any:
-    interruptible, _state.interruptible = _state.interruptible, False  # `wait` needs no alarm
+    interruptible = _state.interruptible
+    _state.interruptible = False  # `wait` needs no alarm
     try:
         future = environment_loop.run(_ended(awaitable))
         wait([future], min(max(0.0, _state.deadline - time.monotonic()), threading.TIMEOUT_MAX))
@@ -297,7 +299,8 @@ def _in_thread(call: Callable[[], Value]) -> Future[Value]:
 
 
 def fault_of(error: BaseException, name: str) -> EnvironmentFault:
-    text, outage = describe(only_faults(error)), is_outage(error)
+    text = describe(only_faults(error))
+    outage = is_outage(error)
     if text == "CancelledError":  # raised by no line of code: its task was cancelled
         text += ": code that shares its event loop cancelled it; cancel only your own tasks"
     wait_s = None if outage else wait_of(error)  # who raises an Outage has waited

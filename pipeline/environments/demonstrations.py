@@ -45,7 +45,8 @@ def read_demonstrations(path: Path) -> list[Demonstration]:
     try:
         for where, _, _, row in json_lines(path):
             fields: Any = row if isinstance(row, dict) else {}
-            messages, tools = with_usual_messages(fields.get("messages")), fields.get("tools")
+            messages = with_usual_messages(fields.get("messages"))
+            tools = fields.get("tools")
             if problem := messages_problem(messages):
                 raise UserError(f"{where}: messages: {problem}")
             roles = [message["role"] for message in messages]
@@ -78,7 +79,8 @@ def demonstrations_of(config: Config, domain: Domain, count: int) -> Iterator[De
         for found in read_demonstrations(Path(path)):
             yield found if found.tools is not None else found._replace(tools=tools)
         return
-    timeout, share = config.rollout.call_timeout, config.warm_start.rule_share
+    timeout = config.rollout.call_timeout
+    share = config.warm_start.rule_share
     for task, number in _drawn(config, domain, count):
         try:
             messages, _ = domain.demonstrate(
@@ -99,7 +101,8 @@ def _drawn(config: Config, domain: Domain, count: int) -> Iterator[tuple[Task, i
     if not shares:
         yield from ((task, 0) for task in tasks)
         return
-    mixture, places = TaskMixture(tasks, shares), Counter[str]()
+    mixture = TaskMixture(tasks, shares)
+    places = Counter[str]()
     for family in quota(mixture.shares, count):
         indices = mixture.indices[family]
         number, place = divmod(places[family], len(indices))
@@ -160,7 +163,8 @@ def fields_of(made: Iterable[Demonstration]) -> list[str]:
 
 def _written(call: Mapping[str, Any]) -> str:
     """Return a call as the tiny model's chat template writes the call."""
-    name, arguments = call["function"]["name"], call["function"].get("arguments", {})
+    name = call["function"]["name"]
+    arguments = call["function"].get("arguments", {})
     return f'\n{{"name": "{name}", "arguments": {json.dumps(arguments, ensure_ascii=False)}}}\n'
 
 
@@ -170,7 +174,8 @@ def _is_word(text: str) -> bool:
 
 def _split(demonstration: Demonstration) -> set[str]:
     """Return the values of a conversation, and the texts between values."""
-    texts, values = list[str](), set[str]()
+    texts = list[str]()
+    values = set[str]()
     for message in demonstration.messages:
         content = message["content"]
         texts.append(content.partition("\n")[0] if message["role"] == "system" else content)
@@ -180,7 +185,8 @@ def _split(demonstration: Demonstration) -> set[str]:
             except ValueError:
                 continue
         for call in message.get("tool_calls") or ():
-            name, arguments = call["function"]["name"], call["function"].get("arguments", {})
+            name = call["function"]["name"]
+            arguments = call["function"].get("arguments", {})
             values.update((name, *_leaves(arguments)))
             texts.append(_written(call))
     longest_first = sorted(values, key=lambda value: (-len(value), value))

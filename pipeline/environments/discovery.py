@@ -74,7 +74,8 @@ def arguments_of(
     tool: Callable[..., Any],
 ) -> tuple[inspect.Signature, dict[str, TypeAdapter[Any]]]:
     """Return a tool's signature without `self`, and a validator for each argument with a hint."""
-    signature, hints = inspect.signature(tool), get_type_hints(tool)
+    signature = inspect.signature(tool)
+    hints = get_type_hints(tool)
     signature = signature.replace(parameters=[*signature.parameters.values()][1:])
     return signature, {k: TypeAdapter(hints[k]) for k in signature.parameters if k in hints}
 
@@ -200,7 +201,8 @@ def _schema(name: str, tool: Callable[..., Any]) -> dict[str, Any]:
         hints = {
             k: v for k, v in get_type_hints(tool).items() if k in {*signature.parameters, "return"}
         }
-        copy.__name__, copy.__annotations__ = name, hints
+        copy.__name__ = name
+        copy.__annotations__ = hints
         copy.__signature__ = signature  # type: ignore[attr-defined]
         if not tool.__doc__:
             lines = (f"    {n}: {n}" for n in signature.parameters)

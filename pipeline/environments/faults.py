@@ -50,7 +50,9 @@ class EnvironmentFault(Exception):
         wait_s: float | None = None,
     ) -> None:
         super().__init__(text)
-        self.call, self.timed_out, self.outage = call, timed_out, outage
+        self.call = call
+        self.timed_out = timed_out
+        self.outage = outage
         self.wait_s = wait_s
 
 
@@ -78,7 +80,8 @@ def is_outage(error: BaseException) -> bool:
 
 def describe(error: BaseException) -> str:
     """Return one line: an exception's type and text, and the last source line of a user's file."""
-    name, text = type(error).__name__, " ".join(text_of(error)[:FAULT_CHARACTERS].split())
+    name = type(error).__name__
+    text = " ".join(text_of(error)[:FAULT_CHARACTERS].split())
     line = f"{name}: {text}" if text else name
     frames = traceback.extract_tb(error.__traceback__)
     if not (own := [f for f in frames if not f.filename.startswith(_LIBRARIES)]):
@@ -108,7 +111,9 @@ class FaultLog:
         where: Callable[[], str] = lambda: "",
         is_first: Callable[[str], bool] = lambda name: True,
     ) -> None:
-        self._where, self._is_first, self._told = where, is_first, set[str]()
+        self._where = where
+        self._is_first = is_first
+        self._told = set[str]()
         self.counts = Counter[tuple[str, str]]()  # number of failures by (domain, call)
 
     def tell_once(self, line: str, about: str) -> None:

@@ -70,20 +70,24 @@ def call_tool(environment: Any, name: str, arguments: dict[str, Any]) -> str:
 
 async def answer_call(environment: Any, name: str, arguments: dict[str, Any]) -> ToolAnswer:
     """Call a tool as `call_tool` does."""
-    is_error, raised = False, ""
+    is_error = False
+    raised = ""
     try:
         if raw := raw_call(type(environment)):
             text, failed = await awaited(raw(environment, name, arguments))
-            content, is_error = writable(result_text(text, name, raw)), bool(failed)
+            content = writable(result_text(text, name, raw))
+            is_error = bool(failed)
         else:
             content = await _call(environment, name, arguments)
     except ToolError as error:
         text = writable(str(error)[:MAX_CHARACTERS])
-        is_error, content = True, error_result(text or type(error).__name__)
+        is_error = True
+        content = error_result(text or type(error).__name__)
     except BaseException as error:
         if is_outage(only_faults(error)):
             raise
-        is_error, raised = True, describe(error)
+        is_error = True
+        raised = describe(error)
         content = error_result(text_of(error) or type(error).__name__)
     return ToolAnswer(content, is_error, raised, is_done(environment))
 
@@ -136,7 +140,8 @@ class _NoText(TypeError):
 
 def _json(value: Any) -> str:
     """Return JSON text, or its begin with more than MAX_CHARACTERS characters."""
-    chunks, size = list[str](), 0
+    chunks = list[str]()
+    size = 0
     # `json.dumps` would first read all of a dict whose `items` never end.
     for chunk in json.JSONEncoder(ensure_ascii=False, default=_plain).iterencode(value):
         chunks.append(chunk)

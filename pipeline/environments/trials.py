@@ -46,7 +46,8 @@ def try_task(
     """
     if hasattr(domain.environment, OWN_LOOP):
         return ""  # a loop cannot be tried without a model
-    where, made = f"{source}: task {shown(task.id)}", list[Started]()
+    where = f"{source}: task {shown(task.id)}"
+    made = list[Started]()
     is_solvable = success is not None and domain.expert is not None and goal_of(task) is not None
     kind = domain.environment
     is_keyed = uses_random_state(kind) and not may_wait(kind)  # as in a rollout

@@ -31,7 +31,8 @@ def seconds_of(retry_after: str) -> float:
 
 def causes_of(error: BaseException) -> Iterator[BaseException]:
     """Yield an exception, what is in it if it is a group, and what it came from."""
-    seen, left = set[int](), [error]
+    seen = set[int]()
+    left = [error]
     while left:
         if id(found := left.pop()) in seen:
             continue

@@ -84,9 +84,11 @@ def agent_rollout(rollout: Rollout, model: LanguageModel, temperature: float) ->
 
 def parsed_of(answer: Message) -> Parsed:
     """Return an endpoint's message; a call whose arguments are no object makes it malformed."""
-    content, calls = answer["content"].strip(), list[tuple[str, dict[str, Any]]]()
+    content = answer["content"].strip()
+    calls = list[tuple[str, dict[str, Any]]]()
     for function in (call["function"] for call in answer.get("tool_calls", ())):
-        name, text = function["name"], function["arguments"]
+        name = function["name"]
+        text = function["arguments"]
         try:
             arguments = parse_json(text)
         except ValueError:
@@ -103,7 +105,8 @@ def as_sent(messages: Sequence[Message]) -> list[Message]:
 
     The error that answers a malformed call names no call, so it is sent as the user's message.
     """
-    sent, ids = list[Message](), list[str]()
+    sent = list[Message]()
+    ids = list[str]()
     for number, message in enumerate(messages):
         one: Message = {"role": message["role"], "content": message["content"]}
         if message["role"] == "tool":

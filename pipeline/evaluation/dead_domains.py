@@ -87,7 +87,9 @@ def fall(before: Mapping[str, float], now: Mapping[str, float]) -> Fall | None:
         return None
     changes = [now[task] - success for task, success in before.items()]
     spread = Z95 * stdev(changes) / sqrt(len(changes)) if len(changes) > 1 else 0.0
-    change, was, is_now = fmean(changes), fmean(before.values()), fmean(now.values())
+    change = fmean(changes)
+    was = fmean(before.values())
+    is_now = fmean(now.values())
     if is_now >= was / 2 or change + spread >= 0:
         return None
     interval = f"[{change - spread:+.2f}, {change + spread:+.2f}]"
@@ -129,7 +131,8 @@ def fallen_domains(
     The newest validation is compared with the stage's best one before it. A domain is named once in
     a stage.
     """
-    threshold, lines = config.evaluation.success_threshold, []
+    threshold = config.evaluation.success_threshold
+    lines = []
     for domain in stage.own:
         history = [
             (v["step"], {t: succeeded(r, threshold) for t, r in v["success"][domain].items()})

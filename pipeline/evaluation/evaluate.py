@@ -75,7 +75,8 @@ def _is_ungraded(record: RunRecord) -> bool:
 
 def unscored_trials(records: Iterable[RunRecord]) -> list[RunRecord]:
     """Return the trials that were played and got no reward, because each function gave None."""
-    failed, left = StopReason.ENVIRONMENT_ERROR, (r for r in records if r.left_out == "reward")
+    failed = StopReason.ENVIRONMENT_ERROR
+    left = (r for r in records if r.left_out == "reward")
     return [record for record in left if record.stop_reason != failed]
 
 
@@ -86,9 +87,11 @@ def refuse_failed_trials(records: Sequence[RunRecord], when: str) -> None:
     would seem to have forgotten tasks.
     """
     if failed := failed_trials(records):
-        times, what = f" {ATTEMPTS} times", "environment"
+        times = f" {ATTEMPTS} times"
+        what = "environment"
         if all(map(_is_ungraded, failed)):
-            times, what = "", "reward function, or what it asks,"
+            times = ""
+            what = "reward function, or what it asks,"
         raise RunError(
             f"{len(failed)} of {len(records)} trials {when} ended in environment errors{times} "
             f"(the first: {failed[0].domain}/{failed[0].task_id}), so nothing is scored"
@@ -141,10 +144,12 @@ def success(
 
     def of_domain(sampled: Sequence[RunRecord], greedy: Sequence[RunRecord]) -> Success:
         def by(*names: str) -> dict[str, Success]:
-            of_greedy, groups = grouped(greedy, *names), sorted(grouped(sampled, *names).items())
+            of_greedy = grouped(greedy, *names)
+            groups = sorted(grouped(sampled, *names).items())
             return {key: rates(of, of_greedy[key]) for key, of in groups if key not in ("", "/")}
 
-        found, tasks = rates(sampled, greedy), grouped(sampled, "task_id")
+        found = rates(sampled, greedy)
+        tasks = grouped(sampled, "task_id")
         if is_graded(record.reward for record in (*sampled, *greedy)):
             found["reward"] = fmean(record.reward for record in sampled)
             found["greedy_reward"] = fmean(record.reward for record in greedy)
@@ -227,7 +232,8 @@ def validation_metrics(
 
 def plateau(validations: Sequence[Mapping[str, Any]], stage: Stage, config: Config) -> float | None:
     """Return a stage's best validation success rate, or None while the success rate still rises."""
-    settings, threshold = config.curriculum, config.evaluation.success_threshold
+    settings = config.curriculum
+    threshold = config.evaluation.success_threshold
     of_stage = (v["success"] for v in validations if v["step"] >= stage.first_step)
     means = (mean_success(of, stage.own, threshold) for of in of_stage)
     history = [mean for mean in means if mean is not None]

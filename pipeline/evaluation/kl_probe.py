@@ -31,7 +31,9 @@ class KLProbe:
     """Keeps episodes from the end of each stage in `kl_probe/`; estimates KL on the episodes."""
 
     def __init__(self, folder: Path, config: Config, ranks: Ranks) -> None:
-        self._folder, self._config, self._ranks = folder / "kl_probe", config, ranks
+        self._folder = folder / "kl_probe"
+        self._config = config
+        self._ranks = ranks
         self.episodes: dict[str, list[Trajectory]] = {}  # by domain
         settings = config.evaluation
         self.is_wanted = settings.kl_probe_tasks > 0 and settings.validation_steps > 0
@@ -90,7 +92,8 @@ class KLProbe:
         order = sorted(range(len(trajectories)), key=lambda i: -trajectories[i].num_tokens)
         # With one episode per pass, the shapes of tensors do not depend on the number of ranks.
         budget = 1 if self._config.run.deterministic else updater.max_tokens_per_microbatch
-        items, sums = [(trajectories[i], 0.0, 0.0) for i in order], list[float]()
+        items = [(trajectories[i], 0.0, 0.0) for i in order]
+        sums = list[float]()
         for batch in make_micro_batches(items, budget, updater.pad_id):
             batch = batch.to(updater.accelerator.device)
             with updater.accelerator.autocast():

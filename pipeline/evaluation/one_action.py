@@ -18,7 +18,9 @@ COPIED = "..."  # stands for an argument that the policy has read in the convers
 NOTHING = ""  # the decision of an episode whose policy has called no tool that changes something
 NUM_STEPS = 3  # steps with tasks of a family at the stage's start, and the last ones
 MIN_TASKS = 6  # fewer tasks of a family in these steps tell nothing
-SPREAD, ALIKE, SOLVED = 0.8, 0.95, 0.9  # largest share at first, least share now, least success
+SPREAD = 0.8
+ALIKE = 0.95
+SOLVED = 0.9  # largest share at first, least share now, least success
 COLLAPSED = 0.1  # of the entropy at the stage's start
 MIN_BRANCH = 0.1  # least share of the tasks' second most frequent branch
 ENTROPY = ""  # stands in `said` for the entropy, which is of all domains
@@ -50,7 +52,8 @@ class Decisions:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         found = state.get("decisions", {})
-        self.families, self.said = found.get("families", {}), found.get("said", [])
+        self.families = found.get("families", {})
+        self.said = found.get("said", [])
         self.first_entropy = found.get("entropy")
         self.last_entropies = found.get("entropies", [])
 
@@ -69,7 +72,8 @@ class Decisions:
             if t.domain in stage.own and not t.left_out:
                 schemas = tool_schemas(environments[t.domain])
                 decision = decision_of(t.messages, schemas, names_branch=bool(t.branch))
-                solved, is_task = succeeded(t.reward, threshold), t.trial == 0
+                solved = succeeded(t.reward, threshold)
+                is_task = t.trial == 0
                 mine[f"{t.domain}/{t.family}", t.branch, decision, solved, is_task] += 1
         gathered = sum(ranks.all_gather_objects(mine, "decisions"), Counter[Any]())
         found = defaultdict[str, list[Any]](list)
@@ -132,10 +136,12 @@ def decision_of(
         for name, of in schema["function"].get("parameters", {}).get("properties", {}).items()
         if "enum" in of
     }
-    done, read = list[str](), ""
+    done = list[str]()
+    read = ""
     for message in messages:
         for call in message.get("tool_calls") or ():
-            tool, arguments = call["function"]["name"], call["function"]["arguments"]
+            tool = call["function"]["name"]
+            arguments = call["function"]["arguments"]
             if not tool.startswith(LOOKUPS):
                 chosen = (
                     COPIED if names_branch and (tool, k) not in enums and str(v) in read else str(v)
@@ -165,7 +171,8 @@ def decided_alike(first: Sequence[Tally], last: Sequence[Tally]) -> Alike | None
         for of, what in ((first, "decisions"), (last, "decisions"), (last, "branches"))
     )
     action, count = max(now.items(), key=lambda of: (of[1], of[0]))
-    share, solved = count / now.total(), sum(tally["solved"] for tally in last) / now.total()
+    share = count / now.total()
+    solved = sum(tally["solved"] for tally in last) / now.total()
     has_branches = "" not in branches
     asked = sorted(branches.values())[-2:-1] if has_branches else [now.total()]
     from_the_start = has_branches and begun[action] >= ALIKE * begun.total()
@@ -199,7 +206,8 @@ def _pooled(tallies: Sequence[Tally], what: str) -> Counter[str]:
 
 def advice(config: Config) -> str:
     """Return what to change, with the present values."""
-    grpo, warm_start = config.grpo, config.warm_start
+    grpo = config.grpo
+    warm_start = config.warm_start
     broader = f"a broader warm start (warm_start.rule_share {warm_start.rule_share:g}), "
     return (
         f"lower learning_rate ({grpo.learning_rate:g}), or try "

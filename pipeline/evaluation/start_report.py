@@ -86,7 +86,8 @@ def start_report(
     """
     domains: dict[str, dict[str, Any]] = {}
     lines: list[str] = []
-    size, threshold = config.rollout.num_generations, config.evaluation.success_threshold
+    size = config.rollout.num_generations
+    threshold = config.evaluation.success_threshold
     trained = config.curriculum.order or config.data.domains
     for domain in config.data.domains:
         own = [group for group in groups if group.domain == domain]

@@ -26,7 +26,9 @@ class Runs:
     """
 
     def __init__(self, runs: Sequence[Results], over_seeds: bool = True) -> None:
-        self.runs, self.over_seeds, self.threshold = runs, over_seeds, threshold_of(runs)
+        self.runs = runs
+        self.over_seeds = over_seeds
+        self.threshold = threshold_of(runs)
         self.evaluations = [points_of(run) for run in runs]
         self.tasks: dict[str, list[str]] = {}
         hashes = [of.get("made_of", {}) for of in runs]
@@ -96,9 +98,11 @@ def summary(results: Sequence[Results], over_seeds: bool = True) -> dict[str, An
     """
     if not any(of["evaluations"] for of in results):
         return {}
-    runs, rewards = Runs(results, over_seeds), {}
+    runs = Runs(results, over_seeds)
+    rewards = {}
     matrices = {kind: _matrix(runs, kind) for kind in ("domains", "families", "tools")}
-    of_domains, areas = matrices["domains"], _areas(runs)
+    of_domains = matrices["domains"]
+    areas = _areas(runs)
     for domain in of_domains.names:
         means, graded = runs.by_task(
             domain, lambda of, t: (fmean(of["tasks"][t]), metrics.is_graded(of["tasks"][t]))
@@ -122,7 +126,8 @@ def summary(results: Sequence[Results], over_seeds: bool = True) -> dict[str, An
 def _of_columns(matrix: Matrix) -> dict[str, Any]:
     names, _, samples, own, num_tasks, _ = matrix
     gain = zip(names, (samples[:, len(own)] - samples[:, 0]).T, strict=True)
-    rows, steps = np.moveaxis(samples, 0, -1), np.diff(np.moveaxis(samples, 0, -1), axis=0)
+    rows = np.moveaxis(samples, 0, -1)
+    steps = np.diff(np.moveaxis(samples, 0, -1), axis=0)
     return {
         "names": names,
         "gain": {name: estimate(of) for name, of in gain if own},
@@ -148,9 +153,11 @@ def _cell(samples: Floats, num_tasks: int) -> Number | None:
 
 
 def _of_stages(runs: Runs, matrix: Matrix) -> list[dict[str, Any]]:
-    stages, gains = [], metrics.stage_gains(matrix.samples, matrix.own)
+    stages = []
+    gains = metrics.stage_gains(matrix.samples, matrix.own)
     for name, own, of_domains in zip(matrix.points[1:], matrix.own, gains, strict=True):
-        episodes, gain = runs.num_episodes([name]), np.asarray(np.mean(of_domains, axis=0))
+        episodes = runs.num_episodes([name])
+        gain = np.asarray(np.mean(of_domains, axis=0))
         efficiency = estimate(gain / (episodes / 1000)) if episodes else None
         stage = {"name": name, "own": [matrix.names[c] for c in sorted(own)], "episodes": episodes}
         stages.append({**stage, "gain": estimate(gain), "efficiency": efficiency})

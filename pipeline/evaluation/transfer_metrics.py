@@ -127,7 +127,8 @@ def of_columns(matrix: Floats, own: Stages) -> dict[str, dict[int, Floats]]:
     for c in range(matrix.shape[-1]):
         accuracy = matrix[..., c]
         stages = [t for t, columns in enumerate(own, 1) if c in columns]
-        first, last = min(stages, default=end + 1), max(stages, default=end)
+        first = min(stages, default=end + 1)
+        last = max(stages, default=end)
         if first > 1:
             found["forward_transfer"][c] = accuracy[:, first - 1] - accuracy[:, 0]
         if last < end:

@@ -19,11 +19,13 @@ def worse(results: Mapping[str, Any]) -> dict[str, Any]:
     About one of 40 comparisons finds a fall where there is none.
     """
     found = list[dict[str, Any]]()
-    num_compared, threshold = 0, float(results["success_threshold"])
+    num_compared = 0
+    threshold = float(results["success_threshold"])
     points = points_of(results)
     if len(points) < 2 or points[0]["after"] not in BEFORE_GRPO:
         return {"compared": 0, "found": []}
-    before, after = points[0]["success"], points[-1]["success"]
+    before = points[0]["success"]
+    after = points[-1]["success"]
     for domain in before.keys() & after.keys():
         groups = _groups(results, domain)
         for key, kind in KINDS.items():

@@ -51,8 +51,10 @@ def model_card(
     `base_of_adapters` is the base model if the folder holds LoRA adapters, and `repo_id` the place
     on the hub. Raises UserError if the run's files cannot be read.
     """
-    run, config = load_run(checkpoint.run), without_places(checkpoint.config)
-    example, model = example_of(run), checkpoint.config.model.model
+    run = load_run(checkpoint.run)
+    config = without_places(checkpoint.config)
+    example = example_of(run)
+    model = checkpoint.config.model.model
     # Without results, a domain that is not of one message counts as one with tools.
     may_have = (config.data.factories[n].factory != SINGLE_TURN for n in config.data.domains)
     has_tools = any(run.results.get("tools", {"": any(may_have)}).values())
@@ -136,7 +138,8 @@ def command_of(config: Config) -> str:
             plain = option.removeprefix("--").removeprefix("use-")
             words.append(option if value else f"--no-{plain}")
         else:
-            is_list, is_text = isinstance(value, list), isinstance(value, str)
+            is_list = isinstance(value, list)
+            is_text = isinstance(value, str)
             text = ",".join(map(str, value)) or "none" if is_list else value
             words += [option, text if is_list or is_text else json.dumps(text, ensure_ascii=False)]
     return shlex.join(words)
@@ -174,7 +177,8 @@ def _measured(run: RunData, checkpoint: RunCheckpoint) -> dict[str, Any]:
         return {}
     is_whole = len(evaluations) == len(run.evaluations)
     transfer = run.transfer if is_whole else summary([{**run.results, **parts}])
-    best, numbers = checkpoint.state.get("best") or {}, transfer.get("metrics", {})
+    best = checkpoint.state.get("best") or {}
+    numbers = transfer.get("metrics", {})
     rows = [[METRICS[name], metric(numbers[name], name)] for name in METRICS if numbers.get(name)]
     is_curve = len(transfer.get("points", [])) > 2
     tables = {

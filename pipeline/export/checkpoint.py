@@ -49,7 +49,8 @@ def open_checkpoint(run: Path, name: str = "latest") -> RunCheckpoint:
     elif not (run / RUN_SETTINGS).is_file():
         why = f"which holds no run (no {RUN_SETTINGS})"
         raise UserError(f"got {str(run)!r}, {why}; give the folder of a run")
-    config, path = load_recipe(run / RUN_SETTINGS), run / "checkpoints" / name
+    config = load_recipe(run / RUN_SETTINGS)
+    path = run / "checkpoints" / name
     if name == "best" and not path.is_dir():
         if best := open_checkpoint(run).state.get("best"):
             return open_checkpoint(run, best["checkpoint"])

@@ -48,11 +48,13 @@ def push_after_training(run: Path, config: Config) -> None:
 
     Adapters whose base model is a folder of this machine are merged. A failure is one line.
     """
-    repo_id, name = str(config.run.hub_model_id), "best" if config.run.keep_best else "latest"
+    repo_id = str(config.run.hub_model_id)
+    name = "best" if config.run.keep_best else "latest"
     words = f"{command('export')} {run} OUT --checkpoint {name} --push-to-hub {repo_id}"
     words += " --merge" * config.model.use_peft + " --private" * config.run.hub_private_repo
     with may_fail("push_to_hub", f"{words} tries again"), TemporaryDirectory() as folder:
-        checkpoint, out = open_checkpoint(run, name), Path(folder) / "model"
+        checkpoint = open_checkpoint(run, name)
+        out = Path(folder) / "model"
         export(checkpoint, out, merge=not is_portable(checkpoint), repo_id=repo_id)
         address = upload(checkpoint, out, repo_id, config.run.hub_private_repo)
         print(f"uploaded {checkpoint.path.name}: {address}", flush=True)

@@ -83,7 +83,8 @@ def read_records(path: Path) -> list[dict[str, Any]]:
     """
     if not path.is_file():
         return []
-    records, lines = list[dict[str, Any]](), path.read_bytes().split(b"\n")
+    records = list[dict[str, Any]]()
+    lines = path.read_bytes().split(b"\n")
     for number, line in enumerate(lines, 1):
         try:
             record = json.loads(line)

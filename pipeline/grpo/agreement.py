@@ -35,7 +35,10 @@ BOUND_OF_GENERATE = 0.05  # the least bound if transformers' `generate` samples
 # In bf16, a model may round more than that (Gemma 3 270M: up to 0.2). The same text tells how much:
 # the sampler's difference was up to 2.0 times that between training with and without autocast.
 ROUNDINGS = 4
-PROMPT, TURNS, MESSAGE, REPLY = 64, 2, 6, 5  # tokens of a prompt; turns; tokens of both messages
+PROMPT = 64
+TURNS = 2
+MESSAGE = 6
+REPLY = 5  # tokens of a prompt; turns; tokens of both messages
 
 
 @torch.no_grad()
@@ -125,7 +128,8 @@ def _differences(
 def _change_of_logits(model: Any, ids_BT: torch.Tensor) -> torch.Tensor:
     """Return how much a model changes the logits of its output layer, which training does not."""
     hidden_BT = model.get_decoder()(ids_BT, use_cache=False).last_hidden_state
-    ours, own = model.get_output_embeddings()(hidden_BT), model(ids_BT, use_cache=False).logits
+    ours = model.get_output_embeddings()(hidden_BT)
+    own = model(ids_BT, use_cache=False).logits
     return (logprobs_of(ours, 1.0) - logprobs_of(own, 1.0)).abs().mean()
 
 

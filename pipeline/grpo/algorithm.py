@@ -114,9 +114,11 @@ def grpo_loss(
     If `ref_logprobs` is None, the loss has no KL estimate. TokenStats ignore tokens of weight 0.
     """
     ratio = importance_ratios(logprobs, batch, settings.importance_sampling_level)
-    advantages, counted = batch.advantages, batch.weights > 0
+    advantages = batch.advantages
+    counted = batch.weights > 0
     upper = settings.epsilon if settings.epsilon_high is None else settings.epsilon_high
-    low, high = 1 - settings.epsilon, 1 + upper
+    low = 1 - settings.epsilon
+    high = 1 + upper
     if settings.loss_type == "cispo":
         per_token = -ratio.clamp(max=upper).detach() * advantages * logprobs
         outside = (ratio > upper) & (advantages > 0)

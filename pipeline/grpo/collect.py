@@ -68,7 +68,9 @@ def collect_rollouts(
     All ranks find the same zero-std groups and choose the same replacement tasks. The groups
     and the tasks do not depend on the number of ranks, and are the same after a resume.
     """
-    settings, seed, size = config.grpo, config.run.seed, config.rollout.num_generations
+    settings = config.grpo
+    seed = config.run.seed
+    size = config.rollout.num_generations
     tasks: list[Task] = []
     zero_std: list[bool] = []  # True for each zero-std group; empty without `dynamic_sampling`
     trajectories: list[Trajectory] = []

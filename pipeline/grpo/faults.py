@@ -65,7 +65,8 @@ def find_suspects(
 
 def _save(folder: Path, ranks: Ranks, suspects: Sequence[tuple[MicroBatch, float]]) -> None:
     step = ranks.current.step or 0
-    content, path = io.BytesIO(), folder / f"step-{step:06d}.rank-{ranks.rank}.pt"
+    content = io.BytesIO()
+    path = folder / f"step-{step:06d}.rank-{ranks.rank}.pt"
     batches = [
         {**vars(batch), "tree": batch.tree and asdict(batch.tree), "loss": loss}
         for batch, loss in suspects

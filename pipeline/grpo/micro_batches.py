@@ -51,12 +51,15 @@ def cuts(lengths: Sequence[int], max_tokens: int, padding_free: bool) -> list[in
     `lengths` must be in descending order. A sequence of more than `max_tokens` tokens has a
     micro-batch of its own.
     """
-    ends, first, tokens = [], 0, 0
+    ends = []
+    first = 0
+    tokens = 0
     for i, length in enumerate(lengths):
         needed = tokens + length if padding_free else lengths[first] * (i + 1 - first)
         if i > first and needed > max_tokens:
             ends.append(i)
-            first, needed = i, length
+            first = i
+            needed = length
         tokens = needed
     return [*ends, len(lengths)] if lengths else []
 
@@ -67,10 +70,13 @@ def shared_cuts(sequences: Sequence[list[int]], max_tokens: int) -> list[int]:
     A common prefix counts once towards `max_tokens`. In
     several sequences, attention reads at most `KEYS_PER_TOKEN * max_tokens` keys.
     """
-    ends, tokens, keys = [], 0, 0
+    ends = []
+    tokens = 0
+    keys = 0
     for i, ids in enumerate(sequences):
         new = len(ids) - (num_common(sequences[i - 1], ids) if i else 0)
-        tokens, keys = tokens + new, keys + len(ids)
+        tokens = tokens + new
+        keys = keys + len(ids)
         if keys > len(ids) and (tokens > max_tokens or keys > KEYS_PER_TOKEN * max_tokens):
             ends.append(i)
             tokens = keys = len(ids)
@@ -86,7 +92,8 @@ def micro_batch(
     paths: Sequence[Sequence[int]]  # for each sequence, the columns of its tokens in `input_ids`
     if share_prefixes:
         ids, positions, paths, tree = shared_row(sequences)
-        input_ids, position_ids = [ids], torch.tensor([positions])
+        input_ids = [ids]
+        position_ids = torch.tensor([positions])
     elif padding_free:
         input_ids = [[token for ids in sequences for token in ids]]
         position_ids = torch.cat([torch.arange(len(ids)) for ids in sequences])[None]
@@ -179,19 +186,25 @@ def make_plan(costs: Sequence[Sequence[float]]) -> list[list[int]]:
     pairs = [list(zip(row[::2], row[1::2], strict=True)) for row in costs]
     loads = [sum(row[1::2]) for row in costs]
     longest = max((whole for row in pairs for whole, _ in row), default=0.0)
-    low, high = max(sum(loads) / len(loads), longest), max(loads) / (1 + TOLERANCE)
+    low = max(sum(loads) / len(loads), longest)
+    high = max(loads) / (1 + TOLERANCE)
     plan = [[rank] * len(row) for rank, row in enumerate(pairs)]
     while high > 1.005 * low:
-        limit, load, owner, owners = (low + high) / 2, 0.0, 0, list[list[int]]()
+        limit = (low + high) / 2
+        load = 0.0
+        owner = 0
+        owners = list[list[int]]()
         for row in pairs:
             owners.append([])
             for whole, new in row:
                 load += new
                 if load > limit:
-                    owner, load = owner + 1, whole
+                    owner = owner + 1
+                    load = whole
                 owners[-1].append(owner)
         if owner < len(costs):
-            plan, high = owners, limit
+            plan = owners
+            high = limit
         else:
             low = limit
     return plan

@@ -57,10 +57,13 @@ class Probe:
     @torch.no_grad()
     def check(self, sampler: Sampler, module: Any, accelerator: Any, when: str) -> None:
         """Raise RunError if the sampler has other weights than `module`, a TokenLogprobs."""
-        sampled, batch = sampler.logprobs(self._ids), self._batch.to(accelerator.device)
+        sampled = sampler.logprobs(self._ids)
+        batch = self._batch.to(accelerator.device)
         with accelerator.autocast():
             trained = module(batch)[0].cpu()
-        gap, bound, why = float((sampled - trained).abs().median()), self._bound, ""
+        gap = float((sampled - trained).abs().median())
+        bound = self._bound
+        why = ""
         if not gap <= bound:
             rounding = float((trained - module(batch)[0].cpu()).abs().median())
             bound = max(bound, ROUNDINGS * rounding)
@@ -96,7 +99,9 @@ class Policy:
         make_sampler: Callable[..., Sampler],
         **hooks: Any,
     ) -> None:
-        self.accelerator, self._ranks, self._config = accelerator, ranks, config
+        self.accelerator = accelerator
+        self._ranks = ranks
+        self._config = config
         self.updater: Updater | None = None
         self._module: TokenLogprobs | None = None  # of the comparisons with the sampler
         self._prompt = list[int]()  # of `check_agreement`
@@ -122,7 +127,8 @@ class Policy:
 
     def attach(self, checkpointer: Checkpointer, folder: Path | None = None) -> None:
         """Add LoRA adapters, those of the checkpoint `folder` if it has any; renew the sampler."""
-        config, chat = self._config, self.rollout.chat
+        config = self._config
+        chat = self.rollout.chat
         base = base_of_adapters(self.model, config.model, checkpointer)
         vars(self.sampling).pop("sampler", None)  # frees its memory
         arguments = config.model, base, config.run.seed, dtype_of(config.model)
@@ -164,7 +170,9 @@ class Policy:
         self, checkpointer: Checkpointer, saved: Mapping[str, Any], stages: Sequence[Stage]
     ) -> Updater:
         """Make the Updater for GRPO from the current model, or from a resumed checkpoint."""
-        config, resumed, chat = self._config, checkpointer.resumed, self.rollout.chat
+        config = self._config
+        resumed = checkpointer.resumed
+        chat = self.rollout.chat
         if config.model.use_peft and not has_adapters(self.model):
             self.attach(checkpointer)
         if config.grpo.gradient_checkpointing:
@@ -182,7 +190,8 @@ class Policy:
                 sync = config.grpo.reference_per_stage
                 load(folder := folder_of_reference(checkpointer, stages, sync))
                 if folder is None and not config.model.use_peft:
-                    found, override = weights_of(self.model, self._ranks), config.run.override
+                    found = weights_of(self.model, self._ranks)
+                    override = config.run.override
                     refuse_other_origin(saved, found, resumed.name, override)
             reference = Reference(module)
         if resumed is not None and (reference or config.model.use_peft):

@@ -95,7 +95,8 @@ def follow_prefixes(model: Any, max_tokens: int = 0) -> bool:
     All layers of the model must have full attention, computed by scaled_dot_product_attention.
     Windows of at least `max_tokens` tokens, the length of the longest sequence, are full attention.
     """
-    config, can_switch = model.config, getattr(model, "_supports_attention_backend", False)
+    config = model.config
+    can_switch = getattr(model, "_supports_attention_backend", False)
     if unserved(config.get_text_config(), max_tokens) is not None or not can_switch:
         return False
     if config._attn_implementation == "sdpa":
@@ -150,7 +151,8 @@ def _causal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -
     No mask has Q x K entries: on a GPU no kernel needs one, and on CPU the queries come in chunks,
     whose masks are parts of one mask.
     """
-    num_queries, num_keys = q.shape[2], k.shape[2]
+    num_queries = q.shape[2]
+    num_keys = k.shape[2]
     if q.is_cuda and q.dtype.itemsize > 2:  # otherwise all pairs of each head would be kept
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
     options["enable_gqa"] = q.shape[1] != k.shape[1]
@@ -158,11 +160,13 @@ def _causal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -
         bias = causal_lower_right(num_queries, num_keys)
         return scaled_dot_product_attention(q, k, v, bias, **options)
     hidden = torch.full((CHUNK, num_keys), -math.inf, dtype=q.dtype)
-    mask, outputs = hidden.triu(num_keys - CHUNK + 1), list[torch.Tensor]()
+    mask = hidden.triu(num_keys - CHUNK + 1)
+    outputs = list[torch.Tensor]()
     for chunk in q.split(CHUNK, 2):
         end = num_keys - num_queries + sum(x.shape[2] for x in outputs) + chunk.shape[2]
         part = mask[CHUNK - chunk.shape[2] :, num_keys - end :]
-        keys, values = k[:, :, :end], v[:, :, :end]
+        keys = k[:, :, :end]
+        values = v[:, :, :end]
         outputs.append(scaled_dot_product_attention(chunk, keys, values, part, **options))
     return torch.cat(outputs, 2)
 

@@ -34,7 +34,8 @@ class TokenLogprobs(nn.Module):
     ) -> None:
         super().__init__()
         self.model = model
-        self.temperature, self.trains_entropy = temperature, trains_entropy
+        self.temperature = temperature
+        self.trains_entropy = trains_entropy
         self.shares_prefixes = follow_prefixes(model, max_tokens)
         keep_less(model)
 
@@ -101,7 +102,8 @@ class _Chunk(torch.autograd.Function):
         with torch.set_grad_enabled(keeps):
             raw_UV = compute(hidden_UH)
         logits_UV = _at_least_fp32(raw_UV)
-        sums, entropies = [], []
+        sums = []
+        entropies = []
         for x in logits_UV.split(_rows_at_once(logits_UV)):
             x = x / temperature
             highest = x.amax(-1, keepdim=True)
@@ -110,7 +112,8 @@ class _Chunk(torch.autograd.Function):
             total = weights.sum(-1)
             sums.append(total.log() + highest[:, 0])
             entropies.append(total.log() - below.mul_(weights).sum(-1) / total)
-        logsumexp_U, entropy_U = torch.cat(sums), torch.cat(entropies)
+        logsumexp_U = torch.cat(sums)
+        entropy_U = torch.cat(entropies)
         kind = hidden_UH.device.type
         context.autocast = kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
         context.settings = compute, temperature, trains_entropy, parameters

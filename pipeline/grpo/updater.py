@@ -75,12 +75,16 @@ class Updater:
         decays_vectors: bool = True,
         leaves_out: Callable[[], bool] = lambda: False,
     ) -> None:
-        self.accelerator, self.ranks = accelerator, ranks
-        self.reference, self.loss, self._leaves_out = reference, loss, leaves_out
+        self.accelerator = accelerator
+        self.ranks = ranks
+        self.reference = reference
+        self.loss = loss
+        self._leaves_out = leaves_out
         self.module = accelerator.prepare_model(module, evaluation_mode=True)  # without DDP
         self.gradient_all_reduce = sum_gradients(accelerator.prepare(GradientAllReduce(module)))
         self.settings = settings = config.grpo
-        self.limits, self.pad_id = config.rollout, pad_id
+        self.limits = config.rollout
+        self.pad_id = pad_id
         self.deterministic = config.run.deterministic
         self.balances = settings.balance_ranks and ranks.num_ranks > 1 and not self.deterministic
         shared = settings.share_prefixes and not settings.padding_free
@@ -164,7 +168,8 @@ class Updater:
         statistics = {"train/learning_rate": learning_rate, "train/trained_episodes": num_sequences}
         if num_tokens == 0:  # all groups on all ranks are zero-std groups
             return statistics | {"train/skipped": 0}
-        loss_type, max_tokens = self.settings.loss_type, self.limits.max_tokens
+        loss_type = self.settings.loss_type
+        max_tokens = self.limits.max_tokens
         weights = token_weights(lengths, loss_type, num_sequences, num_tokens, max_tokens)
         items = [(sequence, advantages[i], weights[i]) for i, sequence in trained]
         if self.deterministic:
@@ -189,7 +194,8 @@ class Updater:
         return sum(row[0] for row in everyone), sum(row[1] for row in everyone)
 
     def _cut(self, items: Sequence[Item]) -> list[MicroBatch]:
-        budget, padding_free = self.max_tokens_per_microbatch, self.settings.padding_free
+        budget = self.max_tokens_per_microbatch
+        padding_free = self.settings.padding_free
         return make_micro_batches(items, budget, self.pad_id, padding_free, self.shares_prefixes)
 
     def _all_reduce_gradients(self) -> None:
@@ -210,7 +216,8 @@ class Updater:
         The order of the sum and the shapes of forward passes do not depend on the number of ranks.
         """
         sizes = [parameter.numel() for parameter in self.parameters]
-        total, done = self.parameters[0].new_zeros(sum(sizes)), []
+        total = self.parameters[0].new_zeros(sum(sizes))
+        done = []
         for index in range(int(self.ranks.max(len(groups)))):
             done += self._accumulate(groups[index] if index < len(groups) else [], num_tokens)
             gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.parameters]
@@ -229,7 +236,8 @@ class Updater:
         micro-batches. All gradients must be zero before the call.
         """
         while True:
-            batches, stats = self._cut(items), list[TokenStats]()
+            batches = self._cut(items)
+            stats = list[TokenStats]()
             try:
                 for batch in takewhile(lambda _: not self._leaves_out(), batches):
                     stats.append(self._backward_one(batch, num_tokens))

@@ -23,7 +23,8 @@ def memory_of_rank(num_ranks: int = RANKS_OF_A_MACHINE) -> float:
     if on_gpu():
         devices = range(torch.cuda.device_count())
         return float(min(torch.cuda.get_device_properties(i).total_memory for i in devices))
-    total, limit = psutil.virtual_memory().total, Path("/sys/fs/cgroup/memory.max")
+    total = psutil.virtual_memory().total
+    limit = Path("/sys/fs/cgroup/memory.max")
     if limit.is_file() and limit.read_text().strip().isdigit():
         total = min(total, int(limit.read_text()))
     return float(total) / num_ranks
@@ -37,7 +38,8 @@ def token_budget(config: Config, model: Any, memory: float) -> int:
     """
     if (given := config.grpo.max_tokens_per_microbatch) is not None:
         return given
-    longest, frozen = config.rollout.max_tokens, dtype_of(config.model).itemsize
+    longest = config.rollout.max_tokens
+    frozen = dtype_of(config.model).itemsize
     whole = max(LEAST_TOKENS, config.rollout.num_generations * longest)
     # Weights, gradients and two moments are in float32; LoRA trains few weights.
     fixed = model.num_parameters() * (frozen if config.model.use_peft else 16)
@@ -47,7 +49,8 @@ def token_budget(config: Config, model: Any, memory: float) -> int:
 
 def bytes_per_token(config: Config, model: Any) -> float:
     """Estimate the bytes that a forward pass keeps for the backward pass, per token."""
-    shape, size = model.config.get_text_config(), dtype_of(config.model).itemsize
+    shape = model.config.get_text_config()
+    size = dtype_of(config.model).itemsize
     intermediate_size = widest(shape, "intermediate_size") or 4 * int(shape.hidden_size)
     # A layer keeps about 16 hidden and 3 MLP vectors, and keys and values of two paths.
     layer = 16 * shape.hidden_size + 3 * intermediate_size + 4 * attention_size(shape)
@@ -61,7 +64,8 @@ def cost_of_a_pair(model: Any) -> float:
 
     All experts of a layer count, so the result is too small for a mixture of experts.
     """
-    shape, head = model.config.get_text_config(), model.get_output_embeddings().weight
+    shape = model.config.get_text_config()
+    head = model.get_output_embeddings().weight
     outside = {id(w): w.numel() for w in (model.get_input_embeddings().weight, head)}
     layers = max(1, model.num_parameters() - sum(outside.values()))
     return float(2 * shape.num_hidden_layers * attention_size(shape) / layers)

@@ -16,7 +16,8 @@ from pipeline.chat.template import Chat
 from pipeline.errors import UserError
 from pipeline.files.untrusted import shown
 
-FULL, SLIDING = "full_attention", "sliding_attention"
+FULL = "full_attention"
+SLIDING = "sliding_attention"
 # Architectures whose sliding layers differ from full attention by the window alone. Others also
 # have attention sinks, soft caps, or layers that share keys and values.
 PLAIN_WINDOWS = {
@@ -69,8 +70,10 @@ def padded(sequences: Sequence[list[int]]) -> tuple[torch.Tensor, torch.Tensor]:
 @torch.no_grad()
 def padding_is_harmless(model: Any) -> bool:
     """Return True if padding on the left changes the logits of a row only by rounding errors."""
-    device, logits = next(model.parameters()).device, []
-    short, long = [3, 1, 4, 1, 5], [2, 7, 1, 8, 2, 8, 1, 8, 2, 8]
+    device = next(model.parameters()).device
+    logits = []
+    short = [3, 1, 4, 1, 5]
+    long = [2, 7, 1, 8, 2, 8, 1, 8, 2, 8]
     for batch in ([short], [long, short]):
         tokens, mask = (x.to(device) for x in padded(batch))
         out = model.generate(

@@ -15,7 +15,8 @@ from pipeline.models.loading import empty_model, on_gpu
 
 # Number of weights of the model whose rates were measured, and from which on a model gets the rates
 # of published runs. Rates of models between them are interpolated (on logarithmic scales).
-SMALL, LARGE = 135_000_000, 1_350_000_000
+SMALL = 135_000_000
+LARGE = 1_350_000_000
 FAR = 5.0  # a learning rate above FAR times the suitable one gets a warning
 
 

@@ -132,7 +132,8 @@ def load_folder(
 def _weights_inside(name: str, config: Any, local_files_only: bool, **options: Any) -> Any:
     """Load a model. Raises ValueError if config.json or an index names a file outside of it."""
     stated = getattr(config, "transformers_weights", None) or SAFE_WEIGHTS_INDEX_NAME
-    names, folder = [stated], Path(name)
+    names = [stated]
+    folder = Path(name)
     if is_inside(folder / stated, folder) and stated.endswith(".index.json"):
         found = cached_file(
             name,
@@ -161,7 +162,8 @@ def with_our_kernels(shape: Any, settings: ModelSettings) -> Any:
     parts = [shape, *(part for name in shape.sub_configs if (part := getattr(shape, name, None)))]
     for part in parts:
         # Outputs beside the logits would cost memory, and no checkpoint could be saved with them.
-        part.output_attentions, part.output_hidden_states = False, False
+        part.output_attentions = False
+        part.output_hidden_states = False
         part.return_dict = True
         part._attn_implementation = settings.attn_implementation
         if hasattr(part, "_experts_implementation"):
@@ -174,7 +176,8 @@ def empty_model(config: Config, tokenizer: Any = None) -> Any:
 
     Without `tokenizer`, the tiny model gets the vocabulary of the default domains.
     """
-    settings, name = config.model, config.model.model
+    settings = config.model
+    name = config.model.model
     if name == "tiny":
         with torch.device("meta"):
             return tiny_model(tokenizer or tiny_tokenizer(), 0, settings.attn_implementation)
@@ -197,7 +200,8 @@ def empty_model(config: Config, tokenizer: Any = None) -> Any:
 
 def refuse_other_vocabulary(tokenizer: Any, model: Any) -> None:
     """Raise UserError if a token id of the tokenizer has no embedding in the model."""
-    last, size = max(tokenizer.get_vocab().values()), model.get_input_embeddings().num_embeddings
+    last = max(tokenizer.get_vocab().values())
+    size = model.get_input_embeddings().num_embeddings
     if last >= size:
         raise UserError(
             f"model: its tokenizer has ids up to {last}, but the model {size} embeddings; use the "
@@ -223,7 +227,8 @@ def _from_files(
     load: Callable[..., Any], name: str, what: str, settings: ModelSettings, **options: Any
 ) -> Any:
     """Call `load`, for example a method `from_pretrained`; raises UserError if `load` fails."""
-    reason, remedy = problem_of_name(name), remedy_of(name)
+    reason = problem_of_name(name)
+    remedy = remedy_of(name)
     options["trust_remote_code"] = settings.trust_remote_code
     if not reason:
         try:

@@ -191,7 +191,8 @@ def load(model: PeftModel, folder: str | Path) -> None:
 
     PEFT's own loading renames the keys of some architectures, and may lose adapters.
     """
-    saved, adapters = read_adapters(folder)[1], adapters_of(model)
+    saved = read_adapters(folder)[1]
+    adapters = adapters_of(model)
     if {n: w.shape for n, w in saved.items()} != {n: w.shape for n, w in adapters.items()}:
         raise UserError(f"lora_target_modules: not those of the adapters in {folder}; give its own")
     for name, values in adapters.items():
@@ -233,7 +234,8 @@ def _check_sizes(
     folder: str | Path, config: dict[str, Any], adapters: dict[str, torch.Tensor]
 ) -> None:
     """Raise UserError if a configuration asks for larger adapters, or more layers, than is real."""
-    patterns, copied = config.get("rank_pattern"), config.get("layer_replication")
+    patterns = config.get("rank_pattern")
+    copied = config.get("layer_replication")
     ranks = [config["r"], *(patterns.values() if isinstance(patterns, dict) else ())]
     largest = max((size for weights in adapters.values() for size in weights.shape), default=0)
     if any(isinstance(rank, int | float) and rank > largest for rank in ranks):

@@ -32,7 +32,8 @@ def weight_of_logits(head: nn.Module) -> torch.Tensor | None:
     """
     if type(head) is not nn.Linear:
         return None
-    kind, dtype = head.weight.device.type, head.weight.dtype
+    kind = head.weight.device.type
+    dtype = head.weight.dtype
     if torch.is_autocast_enabled(kind):
         dtype = torch.get_autocast_dtype(kind)
     return None if dtype.itemsize > 2 else head.weight.detach().to(dtype)

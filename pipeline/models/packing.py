@@ -31,7 +31,8 @@ def packed_bytes(model: Any, dtype: torch.dtype) -> int:
     """
     if dtype != torch.float32 and not _packs(dtype):
         return 0
-    of_head, head = 4 * (dtype != torch.float32), model.get_output_embeddings()
+    of_head = 4 * (dtype != torch.float32)
+    head = model.get_output_embeddings()
     large = large_layers(model)
     size = sum(x.weight.numel() * (of_head if x is head else dtype.itemsize) for x in large)
     return size if size <= MOST_BYTES else 0
@@ -66,7 +67,8 @@ class PackedWeights:
 
 
 def _of_layer(layer: nn.Linear) -> Forward:
-    weight, bias = layer.weight.detach(), layer.bias
+    weight = layer.weight.detach()
+    bias = layer.bias
     if weight.dtype == torch.float32:
         return partial(linear, weight=weight.T.contiguous().T, bias=bias)
     return partial(_multiplied, _packed(weight), bias)

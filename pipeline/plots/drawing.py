@@ -18,7 +18,8 @@ DARK = ("#0072B2", "#D55E00", "#009E73")
 COLOURS = (*DARK, "#CC79A7", "#E69F00", "#56B4E9")
 GREY = "#767676"
 # Almost black and white; `inline_svg` would replace exact black and white.
-DARK_INK, LIGHT_INK = "#010101", "#fffffe"
+DARK_INK = "#010101"
+LIGHT_INK = "#fffffe"
 
 BELOW: dict[str, Any] = {"loc": "outside lower center", "frameon": False, "fontsize": "small"}
 
@@ -79,13 +80,15 @@ def tidy(axes: Axes, grid: Any = "y") -> None:
 def _mark_stages(axes: Axes, run: RunData, with_names: bool) -> None:
     last = max((stage["first_step"] + stage["num_steps"] for stage in run.stages), default=1)
     for stage in run.stages:
-        first, end = stage["first_step"] + 0.5, stage["first_step"] + stage["num_steps"] + 0.5
+        first = stage["first_step"] + 0.5
+        end = stage["first_step"] + stage["num_steps"] + 0.5
         if stage["first_step"]:
             axes.axvline(first, color="black", linewidth=1)
         room = int((end - first) / last * 50)  # about how many characters the stage has room for
         if with_names and room > 3:
             name = stage["name"] if len(stage["name"]) <= room else f"{stage['name'][: room - 2]}.."
-            above, middle = axes.get_xaxis_transform(), (first + end) / 2
+            above = axes.get_xaxis_transform()
+            middle = (first + end) / 2
             axes.text(middle, 1.02, name, transform=above, ha="center", fontsize="small")
 
 

@@ -35,7 +35,8 @@ def learning_curves(run: RunData) -> Figure:
     """
     divergences = {d: _points(run.validation, f"validation/{d}/kl") for d in run.domains}
     heights = [height for d in run.domains for height in ((3, 1) if divergences[d] else (3,))]
-    words, height = "training reward and held-out success", 0.55 * sum(heights) + 1.3
+    words = "training reward and held-out success"
+    height = 0.55 * sum(heights) + 1.3
     figure, panels = drawing.panels_over_steps(run, words, heights, height)
     remaining = iter(panels)
     for domain, colour in zip(run.domains, cycle(COLOURS), strict=False):
@@ -119,7 +120,8 @@ def draw_rate(axes: Axes, x: float, number: Number, **style: Any) -> None:
 def stop_reasons(run: RunData) -> Figure | None:
     reasons = sorted({key.removeprefix(STOP) for of in run.train for key in of if STOP in key})
     layers = dict(zip(reasons, _columns(run.train, STOP, *reasons), strict=True))
-    panels, colours = {"share of episodes": layers}, chain(COLOURS, repeat(PALE))
+    panels = {"share of episodes": layers}
+    colours = chain(COLOURS, repeat(PALE))
     return _stacked(run, "why episodes ended", run.train, panels, colours, top=1)
 
 
@@ -165,7 +167,8 @@ def _stacked(
     heights = [2, *[1] * (len(panels) - 1)]
     figure, grid = drawing.panels_over_steps(run, words, heights, 1.5 + 1.2 * len(panels))
     edges = [records[0]["step"] - 0.5, *(record["step"] + 0.5 for record in records)]
-    of_layers, handles = iter(colours), []
+    of_layers = iter(colours)
+    handles = []
     for axes, (label, layers) in zip(grid, panels.items(), strict=True):
         below = np.zeros(len(records))
         for (name, values), colour in zip(layers.items(), of_layers, strict=False):

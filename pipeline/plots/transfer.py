@@ -49,7 +49,8 @@ def stage_performance(run: RunData) -> Figure:
         drawing.tidy(axes)
         for x, evaluation in enumerate(run.evaluations):
             if domain in evaluation["success"]:
-                kinds, is_pale = ("mean", "greedy"), evaluation["after"] in BEFORE_GRPO
+                kinds = ("mean", "greedy")
+                is_pale = evaluation["after"] in BEFORE_GRPO
                 numbers = [rate(evaluation, domain, k, run.success_threshold) for k in kinds]
                 _draw_rates(axes, x, numbers, colour, is_pale)
         if not run.is_graded(domain):  # a mean of graded rewards is no success rate
@@ -80,13 +81,16 @@ def accuracy_matrix(run: RunData) -> Figure | None:
         return None
     from matplotlib import colormaps, patches
 
-    of, points = run.transfer["domains"], run.transfer["points"]
-    columns, width = of["names"], max(WIDTH, 0.95 * len(of["names"]) + 1.9)
+    of = run.transfer["domains"]
+    points = run.transfer["points"]
+    columns = of["names"]
+    width = max(WIDTH, 0.95 * len(of["names"]) + 1.9)
     figure = drawing.new_figure(run, "accuracy matrix", width, 0.5 * len(points) + 1.1)
     axes = figure.subplots()
     for r, row in enumerate(of["matrix"]):
         for c, number in enumerate(row):
-            text, ink = "-", "black"
+            text = "-"
+            ink = "black"
             if cell := complete(number):
                 fill_colour = colormaps["cividis"](cell[0])
                 axes.add_patch(patches.Rectangle((c - 0.5, r - 0.5), 1, 1, color=fill_colour))
@@ -111,7 +115,8 @@ def transfer(run: RunData) -> Figure | None:
     """Draw bars: each domain's change in each stage, backward and forward transfer, forgetting."""
     if not run.transfer or not run.transfer["domains"]["effects"]:
         return None
-    of, means = run.transfer["domains"], run.transfer["metrics"]
+    of = run.transfer["domains"]
+    means = run.transfer["metrics"]
     colours = dict(zip(of["names"], cycle(COLOURS), strict=False))
     bars: list[Bar] = [
         (f"stage {stage['name']}: {name}{' (own)' * (name in stage['own'])}", number, colours[name])
@@ -126,7 +131,8 @@ def transfer(run: RunData) -> Figure | None:
         if bars:
             panels.append((bars, *words))
     rows = [len(bars) for bars, _, _ in panels]
-    title, height = "changes, with 95 % intervals", 0.2 * sum(rows) + 0.65 * len(rows) + 0.4
+    title = "changes, with 95 % intervals"
+    height = 0.2 * sum(rows) + 0.65 * len(rows) + 0.4
     figure = drawing.new_figure(run, title, WIDTH, height)
     many = figure.subplots(len(panels), 1, squeeze=False, height_ratios=[n + 1 for n in rows]).flat
     for axes, (bars, words_above, directions) in zip(many, panels, strict=True):
@@ -178,8 +184,11 @@ def pareto(configurations: Sequence[Configuration]) -> Figure:
     styles = zip(cycle(OF_CONFIGURATIONS), cycle(MARKERS), strict=False)
     for configuration, name in zip(drawn, names, strict=True):
         numbers = configuration.transfer["metrics"]
-        gain, forgetting = complete(numbers["stage_gain"]), complete(numbers.get("forgetting"))
-        colour, marker, size = "black", "*", 13
+        gain = complete(numbers["stage_gain"])
+        forgetting = complete(numbers.get("forgetting"))
+        colour = "black"
+        marker = "*"
+        size = 13
         if configuration.is_mixed:
             axes.axhline(gain[0], color=colour, linestyle=":", linewidth=1)
         else:

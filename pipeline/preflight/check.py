@@ -43,7 +43,8 @@ def with_episodes_that_fit(memory: Memory) -> tuple[Memory, list[str]]:
 
     Only the run itself plays fewer: the saved settings stay, so a resume elsewhere may play more.
     """
-    limits, most = memory.config.rollout, memory.episodes_at_once
+    limits = memory.config.rollout
+    most = memory.episodes_at_once
     if most == limits.max_concurrent_episodes:
         return memory, []
     wanted = min(limits.max_concurrent_episodes, memory.episodes(memory.config))
@@ -55,7 +56,8 @@ def with_episodes_that_fit(memory: Memory) -> tuple[Memory, list[str]]:
 
 def refuse_lack_of_memory(memory: Memory) -> None:
     """Raise UserError if the run needs more memory than a rank has here."""
-    need, have = memory.need(), memory_of_a_rank(memory.config)
+    need = memory.need()
+    have = memory_of_a_rank(memory.config)
     if need > have:
         terms = " + ".join(f"{name} {size / GIB:.1f}" for name, size in memory.terms().items())
         raise UserError(
@@ -163,7 +165,8 @@ def _plan(config: Config, parts: Prepared) -> Iterator[str]:
         families += "".join(f"; share of {printable(name)} {share:.2f}" for name, share in shares)
         held_out = f"{len(parts.held_out[domain])} {config.data.eval_split}"
         yield f"  {domain}: {len(tasks)} to train{f' ({families})' * bool(families)}, {held_out}"
-    data, limits = config.data, config.rollout
+    data = config.data
+    limits = config.rollout
     weights = data.reward_weights or [1.0] * len(data.reward_funcs)
     for target, weight in zip(data.reward_funcs, weights, strict=True):
         yield f"  reward function {target}, weight {weight:g}"
@@ -191,7 +194,8 @@ def _table(memory: Memory) -> Iterator[str]:
     """Yield the lines of the table of memory."""
     yield "\nmemory per rank, estimated, in GiB"
     yield from (f"  {name:<34}{size / GIB:>12.2f}" for name, size in memory.terms().items())
-    need, have = memory.need(), memory_of_a_rank(memory.config)
+    need = memory.need()
+    have = memory_of_a_rank(memory.config)
     yield f"  {'sum, with the larger of the last two':<34}{need / GIB:>12.2f}"
     fits = "fits" if need <= have else "does not fit: a run would be refused here"
     yield f"  of {have / GIB:.1f} GiB that a rank has here: {fits}"

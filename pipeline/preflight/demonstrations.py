@@ -40,7 +40,8 @@ def check_demonstrations(
     if not config.grpo.use_grpo or config.warm_start.steps == 0:
         return [], []
     sources, count = sources_of(config, domains)
-    notes, beyond = _without_demonstrations(config, domains), list[TooLow]()
+    notes = _without_demonstrations(config, domains)
+    beyond = list[TooLow]()
     for domain in sources:
         tried = list(_tried(config, domain, count))
         notes += _other_tools(domain, tried)
@@ -68,8 +69,10 @@ def _tried(config: Config, domain: Domain, count: int) -> Iterator[Demonstration
         made = list(demonstrations_of(config, domain, count))
         yield from made[:: -(-len(made) // NUM_TRIED)]
         return
-    timeout, threshold = config.rollout.call_timeout, config.evaluation.success_threshold
-    settings, limit = config.warm_start, domain.max_tasks
+    timeout = config.rollout.call_timeout
+    threshold = config.evaluation.success_threshold
+    settings = config.warm_start
+    limit = domain.max_tasks
     if limit is not None and count > limit:
         raise UserError(
             f"warm_start: got {settings.steps} steps of {settings.batch_size} demonstrations, "
@@ -119,7 +122,9 @@ def _beyond_limits(
     limits: RolloutSettings, domain: Domain, chat: Chat, tried: Sequence[Demonstration]
 ) -> list[TooLow]:
     """Return what a rollout needs to hold the demonstrations; refused if a tenth do not fit."""
-    needs, count, first = dict[str, int](), 0, ""
+    needs = dict[str, int]()
+    count = 0
+    first = ""
     for one in tried:
         sizes = _sizes(chat, one).items()
         over = {name: number for name, number in sizes if number > getattr(limits, name)}

@@ -30,7 +30,8 @@ def prompts_beyond(
 
     `named` returns the name and place of a domain's longest prompt, and a remedy.
     """
-    turn, found = limits.max_tokens_per_turn, list[TooLow]()
+    turn = limits.max_tokens_per_turn
+    found = list[TooLow]()
     for domain, tokens in prompts.items():
         if is_too_long(limits, tokens):
             name, remedy = named(domain)

@@ -25,7 +25,8 @@ LONGEST = 1 << 20  # tokens of an episode up to which `bounds` tries
 CUDA = 1.5 * GIB  # for the driver's context, libraries and NCCL; an allowance, not measured
 PROCESS = 0.6 * GIB  # of Python and the libraries in main memory; measured on CPUs
 FOR_GPUS = 2e9  # weights from which on a run of several ranks is for GPUs
-CACHE, ACTIVATIONS = "key-value cache", "activations of a micro-batch"
+CACHE = "key-value cache"
+ACTIVATIONS = "activations of a micro-batch"
 
 
 class Memory:
@@ -38,10 +39,12 @@ class Memory:
         self, config: Config, tokenizer: Any = None, prompts: Mapping[str, int] | None = None
     ) -> None:
         """`prompts` has the tokens of each domain's longest prompt."""
-        self.config, self.model = config, empty_model(config, tokenizer)
+        self.config = config
+        self.model = empty_model(config, tokenizer)
         self.prompts = prompts or {}
         self.shape = self.model.config.get_text_config()
-        self.dtype, self.num_weights = dtype_of(config.model), self.model.num_parameters()
+        self.dtype = dtype_of(config.model)
+        self.num_weights = self.model.num_parameters()
         self.num_trained = num_trained(config, self.model)
         self.num_ranks = config.run.num_gpus or 1
         self.is_here = "RANK" in os.environ or self._could_run_here()
@@ -66,7 +69,8 @@ class Memory:
     def terms(self, config: Config | None = None) -> dict[str, float]:
         """Return {term: bytes}. After a rollout, the cache makes room for the activations."""
         config = config or self.config
-        grpo, size = config.grpo, self.dtype.itemsize
+        grpo = config.grpo
+        size = self.dtype.itemsize
         held = size if config.model.use_peft else 4
         trained = 4.0 * self.num_trained * grpo.use_grpo
         shards = self.num_ranks if grpo.shard_optimizer else 1
@@ -139,7 +143,8 @@ class Memory:
 
     def episodes(self, config: Config) -> int:
         """Return the most episodes that a rank plays at once: those of a step or an evaluation."""
-        limits, data = config.rollout, config.data
+        limits = config.rollout
+        data = config.data
         trials = len(data.domains) * data.eval_tasks_per_domain * config.evaluation.eval_trials
         groups = -(-limits.tasks_per_step // self.num_ranks) * config.grpo.use_grpo
         return max(groups * limits.num_generations, -(-trials // self.num_ranks))
@@ -148,7 +153,8 @@ class Memory:
         """Return the most tokens of a micro-batch; 0 if nothing is trained."""
         if not config.grpo.use_grpo:
             return 0
-        limits, longest = config.rollout, self._longest(config)
+        limits = config.rollout
+        longest = self._longest(config)
         groups = -(-limits.tasks_per_step // self.num_ranks)
         if config.grpo.dynamic_sampling:  # A rank may get the groups of others.
             groups = limits.tasks_per_step
@@ -158,7 +164,8 @@ class Memory:
 
     def _longest(self, config: Config) -> int:
         """Return the most tokens of an episode; with one message, these are prompt and turn."""
-        limits, data = config.rollout, config.data
+        limits = config.rollout
+        data = config.data
         is_one_turn = all(data.factories[name].factory == SINGLE_TURN for name in data.domains)
         if not self.prompts or not is_one_turn or data.customer == "llm":
             return limits.max_tokens

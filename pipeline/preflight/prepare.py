@@ -78,7 +78,8 @@ def prepare(config: Config, with_tiny_tokenizer: bool = False) -> Prepared:
     """
     if config.run.push_to_hub and config.grpo.use_grpo:
         check_upload(str(config.run.hub_model_id))
-    limits, domains = config.rollout, load_domains(config.data)
+    limits = config.rollout
+    domains = load_domains(config.data)
     resumed = resumable(config)
     tiny = load_tokenizer(ModelSettings(), domains.values()) if with_tiny_tokenizer else None
     tokenizer = _tokenizer(config, domains, resumed) if tiny is None else tiny
@@ -185,7 +186,8 @@ def _tokenizer(config: Config, domains: Mapping[str, Domain], resumed: Sequence[
 
     The tiny model's tokenizer of a resumed run comes from the run's checkpoint.
     """
-    settings, has_warm_start = config.model, config.grpo.use_grpo and config.warm_start.steps > 0
+    settings = config.model
+    has_warm_start = config.grpo.use_grpo and config.warm_start.steps > 0
     if settings.model != "tiny":
         return load_tokenizer(settings)
     if whole := [path for path in resumed if not problem(path)]:
@@ -200,7 +202,9 @@ def _tokenizer(config: Config, domains: Mapping[str, Domain], resumed: Sequence[
 
 
 def _graded(config: Config, domains: Mapping[str, Domain]) -> Graded:
-    data, difficulties, graded = config.data, config.curriculum.difficulties, Graded()
+    data = config.data
+    difficulties = config.curriculum.difficulties
+    graded = Graded()
     for name, difficulty in product(domains, difficulties):
         if name in data.tasks:
             raise UserError(

@@ -44,7 +44,8 @@ def check_reward_functions(
     notes = [f"reward function {f.name} {later}" for f in functions if f.is_async]
     judge = _judge_of(config, functions)
     missing = dict[str, str]()  # name of a function -> what tasks lack
-    unscored, used = list[str](), set[str]()
+    unscored = list[str]()
+    used = set[str]()
     for name, domain in domains.items() if functions else ():
         columns = columns_of(tasks[name][0])
         if judge and JUDGE in columns:
@@ -82,7 +83,8 @@ def check_reward_functions(
 
 def _judge_of(config: Config, functions: Sequence[RewardFunction]) -> list[str]:
     """Return the name under which functions get the judge, or nothing if no function asks it."""
-    url, asking = config.data.judge_url, [f for f in functions if f.asks_judge]
+    url = config.data.judge_url
+    asking = [f for f in functions if f.asks_judge]
     if url is None:
         return []
     if not asking and config.data.tau2_reward != "official":

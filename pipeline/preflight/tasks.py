@@ -54,12 +54,16 @@ def task_sets(config: Config, domain: Domain, is_long: IsLong | None = None) -> 
     If neither `generate_tasks` nor a test split gives held-out and validation tasks, these tasks
     are drawn from the domain's source.
     """
-    data, name = config.data, domain.name
-    source, eval_source = data.tasks.get(name), data.eval_tasks.get(name)
-    num_held_out, split = data.eval_tasks_per_domain, data.dataset_test_split
+    data = config.data
+    name = domain.name
+    source = data.tasks.get(name)
+    eval_source = data.eval_tasks.get(name)
+    num_held_out = data.eval_tasks_per_domain
+    split = data.dataset_test_split
     held_out: Sequence[Task] | None = None
     validation: list[Task] | None = None
-    notes, sources = list[str](), list[Tasks]()
+    notes = list[str]()
+    sources = list[Tasks]()
     if source is None or domain.generate_tasks is not None:
         validation = generated(data, domain, config.evaluation.validation_tasks, "validation")
     if eval_source is None and source is not None and validation is None:
@@ -90,7 +94,8 @@ def task_sets(config: Config, domain: Domain, is_long: IsLong | None = None) -> 
         notes=notes,
         sources=sources,
     )
-    where, remedy = name, ""
+    where = name
+    remedy = ""
     if source is None and domain.generate_tasks is None:
         where = f"{name} has no generate_tasks(...) or tasks"
         remedy = "add generate_tasks, or give tasks"
@@ -157,7 +162,9 @@ def split_source(
     given held-out tasks. Up to NUM_TRIED tasks, evenly spaced in the source, are tried in the
     environment. Raises UserError for a faulty row.
     """
-    data, name, source = config.data, domain.name, config.data.tasks[domain.name]
+    data = config.data
+    name = domain.name
+    source = config.data.tasks[domain.name]
     census = Census(by_prompt=is_single_turn(domain))
     by_prompt = is_single_turn(domain)
     content = _what_is_seen if by_prompt else content_of_task
@@ -177,7 +184,8 @@ def split_source(
     num_validation = config.evaluation.validation_tasks if with_validation else 0
     num_validation *= config.evaluation.validation_steps > 0
     split = census.split(data.tasks_per_domain, num_validation, num_held_out)
-    limit, success = config.rollout.call_timeout, config.evaluation.success_threshold
+    limit = config.rollout.call_timeout
+    success = config.evaluation.success_threshold
     train = rows.at(split.train or [0])
     for task in train[:: -(-len(train) // NUM_TRIED)]:
         try_task(domain, task, source, limit, success)
@@ -208,7 +216,8 @@ def _held_out_of(
     config: Config, domain: Domain, source: str, is_long: IsLong | None
 ) -> tuple[Tasks, list[str]]:
     """Return up to `eval_tasks_per_domain` different tasks of a source, and notes."""
-    census, count = Census(), config.data.eval_tasks_per_domain
+    census = Census()
+    count = config.data.eval_tasks_per_domain
     split = config.data.dataset_test_split
     rows, notes = _open(
         config, domain, source, split, census.add, setting="eval_tasks", is_long=is_long
@@ -238,7 +247,8 @@ def _open(
     Raises UserError for a faulty row, or if all prompts are long.
     """
     has_columns = domain.name in config.data.own_domains or bool(config.data.reward_funcs)
-    kept, left_out = array("Q"), array("Q")
+    kept = array("Q")
+    left_out = array("Q")
 
     def look(row: TaskRow) -> None:
         is_left_out = is_long is not None and is_long(row["prompt"])

@@ -67,7 +67,8 @@ def configurations_of(runs: Sequence[RunData]) -> list[Configuration]:
     mixed = [group for mine, group in pairs if _is_mixed(mine)]
     configurations: list[Configuration] = []
     for mine, group in pairs:
-        transfer, is_mixed = summary([run.results for run in group]), _is_mixed(mine)
+        transfer = summary([run.results for run in group])
+        is_mixed = _is_mixed(mine)
         against_mixed = None if is_mixed else _against(group, transfer["episodes"], mixed)
         label = _label(mine, settings) + " (reference)" * is_mixed
         if any(label == other.label for other in configurations):  # long values are cut off

@@ -60,7 +60,8 @@ def read_episodes(
     while True:
         chosen = set(choose(sizes, max_episodes))
         index, chunks = _read(files, tasks, chosen, token_texts)
-        shown, num_characters = sum(sizes[group] for group in chosen), sum(map(len, chunks))
+        shown = sum(sizes[group] for group in chosen)
+        num_characters = sum(map(len, chunks))
         if num_characters <= max_characters or len(chosen) < 2:
             index |= {"shown": shown, "total": sizes.total()}
             index |= {"success_threshold": success_threshold, "meanings": meanings or {}}

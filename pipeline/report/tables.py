@@ -41,7 +41,8 @@ ENDS = ("before GRPO", "after GRPO")
 MOST_FALLS = 5  # lines in the terminal about what became worse; the report has all
 MOST_CHARACTERS = 100  # maximum length of a line in the terminal
 
-STOP, LEFT_OUT = "rollout/stop/", "rollout/left_out/"
+STOP = "rollout/stop/"
+LEFT_OUT = "rollout/left_out/"
 BY_COLUMN = ("backward_transfer", "forward_transfer", "forgetting", "area_under_curve")
 
 Rows = list[list[str]]  # cells of a table; the first row is the header
@@ -70,8 +71,10 @@ def success_tables(results: Mapping[str, Any]) -> list[Rows]:
     GRPO, there is one table with a column for sampled and a column for greedy success. Without
     evaluations there is no table. An agent behind an endpoint has further columns.
     """
-    ends, transfer = [e for e in before_and_after(results["evaluations"]) if e], results["transfer"]
-    names, threshold = [*domains_of(results["evaluations"]), "mean"], threshold_of([results])
+    ends = [e for e in before_and_after(results["evaluations"]) if e]
+    transfer = results["transfer"]
+    names = [*domains_of(results["evaluations"]), "mean"]
+    threshold = threshold_of([results])
     agents = agents_of(results)
     if not ends:
         return []
@@ -133,7 +136,8 @@ def failures(evaluations: Sequence[Evaluation], transfer: Mapping[str, Any]) -> 
     Far below means less than half, with an interval of the change that excludes 0.
     """
     before, after = before_and_after(evaluations)
-    gains, found = transfer.get("domains", {}).get("gain", {}), dict[str, str]()
+    gains = transfer.get("domains", {}).get("gain", {})
+    found = dict[str, str]()
     for domain in domains_of(evaluations) if after else ():
         first, last = (
             e["success"][domain]["mean"] if e and domain in e["success"] else None
@@ -153,8 +157,11 @@ def final_table(results: Mapping[str, Any]) -> str:
     `(!)` marks a domain that failed, and a line below the table has the reason.
     """
     results = {"transfer": {}, **results}
-    transfer, evaluations = results["transfer"], results["evaluations"]
-    failed, tables, lines = failures(evaluations, transfer), success_tables(results), list[str]()
+    transfer = results["transfer"]
+    evaluations = results["evaluations"]
+    failed = failures(evaluations, transfer)
+    tables = success_tables(results)
+    lines = list[str]()
     for table in tables:
         rows = [[f"{name} (!)" if name in failed else name, *cells] for name, *cells in table]
         lines += [*aligned(rows), ""]
@@ -222,7 +229,8 @@ def start_table(start: Mapping[str, Any]) -> Rows:
     names = ["pass@1", f"pass@{start['num_generations']}"]
     rows = [["start of GRPO", "held-out pass@1", *names, "with signal", "best baseline"]]
     for domain, of in start["domains"].items():
-        count, best = of["groups"], of["baseline"]
+        count = of["groups"]
+        best = of["baseline"]
         signal = f"{of['groups_with_signal']} of {count}" if count else NO_INTERVAL
         baseline = f"{number(best[1])} {best[0].replace('_', ' ')}" if best else NO_INTERVAL
         rates = [with_interval(of[name]) for name in ("held_out", *names)]
@@ -239,7 +247,8 @@ def start_block(start: Mapping[str, Any]) -> str:
 
 def _pass_hat_table(transfer: Mapping[str, Any]) -> Rows:
     """Return pass^1 to pass^4 at the end of a run; no rows if a task has fewer than 4 trials."""
-    names, passes = [f"pass^{k}" for k in range(1, 5)], transfer.get("passes", {})
+    names = [f"pass^{k}" for k in range(1, 5)]
+    passes = transfer.get("passes", {})
     rows = [
         [d, *(with_interval(of[name][-1]) for name in names)]
         for d, of in passes.items()
@@ -284,7 +293,8 @@ def data_of(run: RunData) -> dict[str, Any]:
 
 def train_tasks_in_words(run: RunData) -> str:
     """Say how many training tasks each domain had, and how difficult those of the embedded are."""
-    data, of_stages = run.config["data"], run.config["curriculum"]["difficulties"]
+    data = run.config["data"]
+    of_stages = run.config["curriculum"]["difficulties"]
     own = {*data["tasks"], *data["environments"]}
     difficulty = "" if data["tau2"] else f" ({', '.join(of_stages or [data['difficulty']])})"
     numbers: Mapping[str, int] = run.results.get("num_train_tasks", {})
@@ -333,7 +343,8 @@ def share(records: Iterable[Mapping[str, Any]], key: str) -> str:
 
 def _by_family(run: RunData) -> list[Rows]:
     """Return a table per domain: number of tasks and success rates of its families and branches."""
-    ends, tables = [e for e in before_and_after(run.evaluations) if e], list[Rows]()
+    ends = [e for e in before_and_after(run.evaluations) if e]
+    tables = list[Rows]()
     agents = agents_of(run.results)
     columns = [*(ENDS if ends[1:] else [""]), *agents]
     names = [", ".join(filter(None, (kind, of))) for kind in KINDS.values() for of in columns]
@@ -358,7 +369,8 @@ def _tools(run: RunData) -> list[list[Any]]:
     if not run.transfer:
         return []
     tools = run.transfer["tools"]
-    calls, errors = Counter[str](), Counter[str]()
+    calls = Counter[str]()
+    errors = Counter[str]()
     for stage in run.results.get("training", {}).values():
         for domain, of_domain in stage.get("tools", {}).items():
             for tool, (num_calls, num_errors) in of_domain.items():

@@ -48,7 +48,8 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("folders", nargs="+", type=Path, metavar="FOLDER", help="of runs")
     parser.add_argument("--output", type=Path, help="folder for the comparison of several runs")
     options = parser.parse_args(arguments)
-    folders, output = options.folders, options.output
+    folders = options.folders
+    output = options.output
     runs = comparison.runs_in(folders)
     if len(folders) == 1 and (runs == folders or not runs):
         if output is not None:

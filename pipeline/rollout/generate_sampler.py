@@ -93,7 +93,8 @@ class GenerateSampler(ModelSampler):
         tokens_BT, mask_BT = (x.to(self.device) for x in padded([row.ids for row in rows]))
         keys, used = streams_of(rows)
         stops, limits_B = (torch.tensor(x, device=self.device) for x in (self.stops, limits))
-        tokens, values = list[torch.Tensor](), list[torch.Tensor]()
+        tokens = list[torch.Tensor]()
+        values = list[torch.Tensor]()
 
         def choose(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
             """Sample the next token of each row; return scores that allow only this token."""

@@ -16,7 +16,8 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 # Numbers of rows are rounded up to a multiple of ROWS, and lengths to a multiple of LENGTHS, so
 # that the rounding errors of a row seldom depend on the number of rows in the batch.
-ROWS, LENGTHS = 4, 16
+ROWS = 4
+LENGTHS = 16
 
 
 def attend(
@@ -108,7 +109,9 @@ class RowCache(Cache):
     layers: list[Any]
 
     def __init__(self, num_layers: int, capacity: int, dtype: torch.dtype = torch.float32) -> None:
-        self.num_rows, self.capacity, self.length = 0, -(-capacity // LENGTHS) * LENGTHS, 0
+        self.num_rows = 0
+        self.capacity = -(-capacity // LENGTHS) * LENGTHS
+        self.length = 0
         self.dtype = dtype
         super().__init__(layers=[_RowLayer(self) for _ in range(num_layers)])
 
@@ -129,7 +132,9 @@ class RowCache(Cache):
         `first_rows` means that `rows` is 0, 1, 2, ...; attention then reads the cache without a
         copy. Returns the additive attention mask, [B, 1, T, self.length] of the type `dtype`.
         """
-        self.rows, self.positions, self.first_rows = rows, positions_BT, first_rows
+        self.rows = rows
+        self.positions = positions_BT
+        self.first_rows = first_rows
         self.length = -(-end // LENGTHS) * LENGTHS
         if self.capacity < self.length:  # no sampler with `max_tokens` comes here
             self.capacity = max(self.length, self.capacity + self.capacity // 4)

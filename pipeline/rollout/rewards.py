@@ -67,7 +67,8 @@ class RewardFunction:
     def missing(self, columns: Iterable[str]) -> list[str]:
         """Return the required arguments that tasks with these columns do not give."""
         needed = [p for p in self.parameters.values() if p.default is p.empty]
-        variable, known = ("VAR_KEYWORD", "VAR_POSITIONAL"), GIVEN.union(columns)
+        variable = ("VAR_KEYWORD", "VAR_POSITIONAL")
+        known = GIVEN.union(columns)
         return [p.name for p in needed if p.kind.name not in variable and p.name not in known]
 
     async def __call__(self, arguments: Mapping[str, Any]) -> Any:
@@ -148,7 +149,8 @@ class _Call:
             error += f" ({most_s:.3g} s)"
         for trajectory in (completion.trajectory for completion in self.group):
             trajectory.stop_reason = StopReason.ENVIRONMENT_ERROR
-            trajectory.left_out, trajectory.error = "reward", error
+            trajectory.left_out = "reward"
+            trajectory.error = error
 
 
 def _plain(message: Message) -> Message:
@@ -173,7 +175,8 @@ class RewardFunctions:
     ) -> None:
         from transformers import TrainerState  # most runs need no TrainerState
 
-        self.functions, self.trainer_state = functions, TrainerState(max_steps=max_steps)
+        self.functions = functions
+        self.trainer_state = TrainerState(max_steps=max_steps)
         self.num_calls = 0
         self.judge: Callable[..., Any] | None = None
         self.metrics: dict[str, list[float]] = defaultdict(list)
@@ -205,7 +208,8 @@ class RewardFunctions:
         for _, of_task in groupby(completions, lambda completion: completion.task.key):
             group = list(of_task)
             for completion in group:
-                trajectory, kind = completion.trajectory, type(completion.environment)
+                trajectory = completion.trajectory
+                kind = type(completion.environment)
                 has_own = hasattr(kind, "get_reward")
                 trajectory.rewards = {kind.__name__: trajectory.reward} if has_own else {}
             columns = [*columns_of(group[0].task), *self._judge]
@@ -329,11 +333,13 @@ def _rewards(name: str, returned: Any, count: int) -> list[float | None]:
         else:
             given = shown(returned)
         raise EnvironmentFault(f"{where} {given}, not a list of {count} numbers")
-    numbers, why = f"not numbers up to {MAX_REWARD:g}", ""
+    numbers = f"not numbers up to {MAX_REWARD:g}"
+    why = ""
     try:
         rewards = [math.nan if v is None else as_number(v, name) for v in returned]
     except BaseException as error:  # `__float__` may be code of the user
-        rewards, why = [math.inf], f" ({describe(only_faults(error))})"
+        rewards = [math.inf]
+        why = f" ({describe(only_faults(error))})"
     if any(abs(reward) > MAX_REWARD for reward in rewards):
         raise EnvironmentFault(f"{where} {shown(returned)}, {numbers}{why}")
     return [None if math.isnan(reward) else reward for reward in rewards]

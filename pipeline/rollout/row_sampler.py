@@ -21,7 +21,9 @@ from pipeline.rollout.trajectory import Sampled
 
 # Minimum number of tokens of a common prefix that is computed only once. With few weights, or on a
 # GPU, starting a forward pass takes as long as computing many tokens.
-MIN_PREFIX, FEW_WEIGHTS, MIN_PREFIX_OF_MORE = 64, 10**7, 16
+MIN_PREFIX = 64
+FEW_WEIGHTS = 10**7
+MIN_PREFIX_OF_MORE = 16
 MIN_FILL = 0.85  # a batch is made smaller if at most this share of its rows is unfinished
 STEPS_PER_CHECK = 8  # number of tokens between two checks for complete messages, on a GPU
 MASK = 1 << 27  # maximum number of entries of an attention mask
@@ -163,7 +165,8 @@ class RowSampler(ModelSampler):
 
     def _message(self, episode: RowEpisode) -> Sampled:
         message = self.message(episode.ids, episode.logprobs)
-        episode.ids, episode.logprobs = [], []
+        episode.ids = []
+        episode.logprobs = []
         return message
 
     def _begin_messages(self, episodes: Sequence[RowEpisode], greedy: bool) -> None:
@@ -191,11 +194,15 @@ class RowSampler(ModelSampler):
         for episode in episodes:
             fed = tuple(episode.pending) if self.shares_rows else (id(episode),)
             alike.setdefault((id(episode.slot), fed), []).append(episode)
-        slots, source, target, longest = [], [], [], 0
+        slots = []
+        source = []
+        target = []
+        longest = 0
         for members in alike.values():
             slot = members[0].slot
             if len(members) < len(slot.members):
-                old, slot = slot, self._new_slot(slot.length)
+                old = slot
+                slot = self._new_slot(slot.length)
                 leaving = set(members)
                 old.members = [episode for episode in old.members if episode not in leaving]
                 slot.members = members
@@ -224,7 +231,8 @@ class RowSampler(ModelSampler):
         first = np.flatnonzero(np.diff(index, prepend=-1))  # index of each slot's first member
         tokens = torch.zeros((len(held), 1), dtype=torch.int64)
         tokens[: len(slots), 0] = torch.tensor([slot.members[0].pending[0] for slot in slots])
-        tokens, positions = tokens.to(self.device), torch.tensor(held).to(self.device)[:, None]
+        tokens = tokens.to(self.device)
+        positions = torch.tensor(held).to(self.device)[:, None]
         rows = torch.arange(len(held), device=self.device)
         index_B, first_B = (torch.from_numpy(x).to(self.device) for x in (index, first))
         keys, used = streams_of(members)
@@ -233,7 +241,8 @@ class RowSampler(ModelSampler):
         # Rows with complete messages stay in the batch, and write at positions up to `last`.
         last = max(max(held), *(held[i] + n for i, n in zip(index.tolist(), left, strict=True)))
         most = max(last + 1, self.max_tokens)
-        sampled, chosen = [], []
+        sampled = []
+        chosen = []
         for step in range(1, int(left.max()) + 1):
             end = min(max(held) + step, most)
             hidden = self._forward(rows, tokens, positions, end, True)[:, 0]
@@ -264,7 +273,8 @@ class RowSampler(ModelSampler):
         lengths[lengths == 0] = step
         for slot, length in zip(slots, lengths[first].tolist(), strict=True):
             slot.length += length
-        ids, logprobs = torch.stack(sampled, 1).cpu().numpy(), torch.cat(chosen, 1).cpu().numpy()
+        ids = torch.stack(sampled, 1).cpu().numpy()
+        logprobs = torch.cat(chosen, 1).cpu().numpy()
         for episode, length, *lines in zip(members, lengths, ids, logprobs, strict=True):
             episode.append(*(line[:length].tolist() for line in lines))
 
@@ -277,7 +287,8 @@ class RowSampler(ModelSampler):
             longest = max(self._slots[r].length for r in movers + holes if r in self._slots)
             self._cache.copy_rows(movers + holes, holes + movers, longest)
         for hole, mover in zip(holes, movers, strict=True):
-            moved, displaced = self._slots.pop(mover), self._slots.pop(hole, None)
+            moved = self._slots.pop(mover)
+            displaced = self._slots.pop(hole, None)
             moved.row, self._slots[hole] = hole, moved
             if displaced is not None:
                 displaced.row, self._slots[mover] = mover, displaced
@@ -308,7 +319,8 @@ class RowSampler(ModelSampler):
         lengths = [len(ids) for ids in tokens]
         order = sorted(range(len(rows)), key=lambda i: -lengths[i])
         for first, last in passes([lengths[i] for i in order]):
-            batch, longest = sorted(order[first:last]), lengths[order[first]]
+            batch = sorted(order[first:last])
+            longest = lengths[order[first]]
             padded = torch.tensor([tokens[i] + [0] * (longest - lengths[i]) for i in batch])
             # Padding gets positions below `end`, because the model may fail at higher positions.
             end = max(begins[i] + lengths[i] for i in batch) + 1
@@ -317,7 +329,8 @@ class RowSampler(ModelSampler):
             index = [rows[i] for i in batch]
             in_front = index == list(range(len(batch)))
             index_B = torch.tensor(index).to(self.device)
-            padded, size = padded.to(self.device), max(1, MASK // (len(batch) * self._shared * end))
+            padded = padded.to(self.device)
+            size = max(1, MASK // (len(batch) * self._shared * end))
             for begin_of in range(0, longest, size):  # almost always one piece
                 part = slice(begin_of, begin_of + size)
                 inputs = index_B, padded[:, part], positions[:, part], end, in_front
@@ -348,10 +361,13 @@ class RowSampler(ModelSampler):
         return hidden_BT
 
     def _hidden(self, ids_T: torch.Tensor) -> torch.Tensor:
-        cache, count, length = self._cache, self.num_padded_tokens, len(ids_T)
+        cache = self._cache
+        count = self.num_padded_tokens
+        length = len(ids_T)
         self._cache = self._new_cache(length)
         self._cache.num_rows = 1
         positions_BT = torch.arange(length, device=self.device)[None]
         hidden_BT = self._forward(positions_BT[0, :1], ids_T[None], positions_BT, length, True)
-        self._cache, self.num_padded_tokens = cache, count
+        self._cache = cache
+        self.num_padded_tokens = count
         return hidden_BT[0]

@@ -63,7 +63,8 @@ def shared_prefixes(prompts: Sequence[Ids], at_least: int) -> list[Ids]:
 
 def num_common(a: Sequence[int], b: Sequence[int]) -> int:
     """Return the length of the common prefix of two sequences."""
-    known, most = 0, min(len(a), len(b))
+    known = 0
+    most = min(len(a), len(b))
     while known < most:  # bisection, because Python compares slices faster than single tokens
         middle = (known + most + 1) // 2
         if a[known:middle] == b[known:middle]:
@@ -182,8 +183,10 @@ class ModelSampler:
         self._copy = SamplingCopy(model)
         self.model = self._copy.model
         self.device = next(self.model.parameters()).device
-        self.end_of_turn_id, self.temperature = end_of_turn_id, temperature
-        self.top_k, self.top_p = top_k, top_p
+        self.end_of_turn_id = end_of_turn_id
+        self.temperature = temperature
+        self.top_k = top_k
+        self.top_p = top_p
         self.stop_ids = frozenset((end_of_turn_id, *other_stops))
         self.stops = np.array(sorted(self.stop_ids))
         self.num_tokens = self.num_padded_tokens = 0

@@ -45,7 +45,9 @@ class Checkout:
     """
 
     def __init__(self, path: Path, name: str, is_talking: bool = False) -> None:
-        self.path, self.name, self.is_talking = path, name, is_talking
+        self.path = path
+        self.name = name
+        self.is_talking = is_talking
         self.folder = path / "data" / "tau2" / "domains" / name
         if name not in DOMAINS:
             raise UserError(f"tau2: got the domain {shown(name)}; give {', '.join(DOMAINS)}")
@@ -85,7 +87,8 @@ class Checkout:
         for split in ("train", "test", "base", *["full"] * (self.name == "telecom")):
             unknown = [i for i in splits.get(split, [""]) if i not in self.tasks]
             if unknown:
-                file, task = self.folder / "tasks.json", shown(unknown[0])
+                file = self.folder / "tasks.json"
+                task = shown(unknown[0])
                 raise UserError(f"tau2: {file} lacks the task {task} of the split {split}")
         return splits
 

@@ -102,7 +102,8 @@ def _words(source: TaskSource, environment: type[Any]) -> list[str]:
 def _refuse_incomplete(source: TaskSource, environment: type[Any], done: Calls) -> None:
     """Raise UserError if the gold calls of a test task do not earn 1, as with cut-off databases."""
     for task_id in source.ids["test"]:
-        episode, criteria = environment(), source.world.task(task_id).evaluation_criteria
+        episode = environment()
+        criteria = source.world.task(task_id).evaluation_criteria
         said = " ".join(criteria.communicate_info or ())
         try:
             episode.reset(json.dumps({"id": task_id}))
@@ -134,7 +135,8 @@ def _world(path: Path, name: str, is_talking: bool) -> World:
 
 def _about(source: TaskSource, reward: str, mode: str, customer: str, judge: str) -> dict[str, Any]:
     """Return what a reader of results must know about a domain's tasks and rewards."""
-    checkout, is_solo = source.world.checkout, source.world.is_solo
+    checkout = source.world.checkout
+    is_solo = source.world.is_solo
     approximated, unjudged = source.needing_a_judge
     consent = ", with the consent to buy data" if source.refuel_consent else ""
     other = f" (rewards were compared with the official ones at {TESTED_COMMIT})"

@@ -35,7 +35,8 @@ class World:
     """What the episodes of one domain share: databases, tools, gold states. Nothing changes it."""
 
     def __init__(self, checkout: Checkout) -> None:
-        self.checkout, self.package = checkout, checkout.package
+        self.checkout = checkout
+        self.package = checkout.package
         self._official = checkout.make_environment()
         self.policy: str = self._official.policy
         self.has_phone = self._official.user_tools is not None
@@ -84,7 +85,8 @@ class World:
     def gold_state(self, task: Any) -> State:
         """Return the state of the database after the gold actions of a task."""
         if task.id not in self._gold:
-            environment, failing = self.start(task), list[str]()
+            environment = self.start(task)
+            failing = list[str]()
             for action in task.evaluation_criteria.actions or ():
                 by = "assistant" if self.is_solo else action.requestor
                 if self.call(environment, action.name, action.arguments, by)[1]:
@@ -150,7 +152,8 @@ class Tau2Environment:
 
     def reset(self, payload: str, **row: Any) -> None:
         task_id = json.loads(payload)["id"]
-        self.done, self._num_errors = False, 0
+        self.done = False
+        self._num_errors = 0
         self._calls: list[tuple[str, dict[str, Any]]] = []
         self._task = self.world.task(task_id)
         self._environment = self.world.start(self._task)
@@ -190,16 +193,19 @@ class Tau2Environment:
         names = [call["function"]["name"] for m in written for call in m.get("tool_calls") or ()]
         count = sum(message["name"] != "done" for message in results)
         if self.world.is_solo and count and "done" in names:
-            self._calls, self.done = self._calls[:-count], True
+            self._calls = self._calls[:-count]
+            self.done = True
             self._environment = start = self.world.start(self._task)
             self._num_errors = sum(self.world.call(start, *call)[1] for call in self._calls)
 
     def _db(self, criteria: Any) -> bool:
         if criteria.actions is None and criteria.env_assertions is None:
             return True
-        ours, gold = changes_of(self._environment.tools.db), self.world.gold_state(self._task)
+        ours = changes_of(self._environment.tools.db)
+        gold = self.world.gold_state(self._task)
         for place in sorted(ours.keys() | gold.keys()):
-            mine, theirs = ours.get(place, "unchanged"), gold.get(place, "unchanged")
+            mine = ours.get(place, "unchanged")
+            theirs = gold.get(place, "unchanged")
             if mine != theirs:
                 self.difference["/".join(place)] = [mine or "deleted", theirs or "deleted"]
         return ours == gold

@@ -93,7 +93,8 @@ def judge_prompt(path: Path, messages: Messages, assertions: Sequence[str]) -> M
     trajectory = [SimpleNamespace(role=m["role"], content=m["content"]) for m in messages]
     names: dict[str, Any] = {"trajectory": trajectory, "nl_assertions": list(assertions)}
     exec(_assignments(path), names)
-    system, user = names["system_prompt"], names["user_prompt"]
+    system = names["system_prompt"]
+    user = names["user_prompt"]
     return [{"role": "system", "content": system}, {"role": "user", "content": user}]
 
 

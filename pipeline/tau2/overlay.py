@@ -50,7 +50,9 @@ class Overlay(MutableMapping[str, Any]):
     """
 
     def __init__(self, base: Base, name: str) -> None:
-        self._base, self._name, self._shared = base, name, base.tables[name]
+        self._base = base
+        self._name = name
+        self._shared = base.tables[name]
         self._own: dict[str, Any] = {}
         self._deleted: set[str] = set()
         self.is_read_only = False

@@ -45,7 +45,8 @@ def results_of(
 
 def _simulation(world: World, line: Line, about: Mapping[str, Any], at: str) -> dict[str, Any]:
     told = line["messages"], line.get("customer", ())
-    messages, end = conversation(*told, world.is_solo), _end(line, world.is_solo)
+    messages = conversation(*told, world.is_solo)
+    end = _end(line, world.is_solo)
     if end == "user_stop" and messages[-1]["role"] != "user":
         messages.append({"role": "user", "content": STOPPED})
     is_graded = end in ("user_stop", "agent_stop")
@@ -94,7 +95,8 @@ def conversation(
     The system prompt is left out and, in solo mode, the ticket. `customer_messages` is the
     conversation of the language model that played the customer.
     """
-    written, ids = list(messages), (f"call_{number}" for number in count())
+    written = list(messages)
+    ids = (f"call_{number}" for number in count())
     customer = deque(customer_messages)
     made = Messages()
     while written:
@@ -117,7 +119,8 @@ def _turn(message: Line, results: Sequence[Line], ids: Iterator[str]) -> Message
     if results and not functions:
         functions = [{"name": MALFORMED, "arguments": {}}]
     pairs = list(zip(functions, results, strict=False))  # no more calls follow an episode's end
-    made, content = [(next(ids), *pair) for pair in pairs], spoken(message["content"])
+    made = [(next(ids), *pair) for pair in pairs]
+    content = spoken(message["content"])
     calls = [
         {"id": i, "name": f["name"], "arguments": f["arguments"], "requestor": "assistant"}
         for i, f, _ in made

@@ -68,7 +68,8 @@ class TaskSource:
     def ids(self) -> dict[str, list[str]]:
         """Ids by split: train, validation, test."""
         splits = self.world.checkout.splits
-        train, test = list(splits["train"]), list(splits["test"])
+        train = list(splits["train"])
+        test = list(splits["test"])
         tested = [{*faults_of(i)} for i in test]
         further = [i for i in splits.get("full", []) if i not in train]
         further = [i for i in further if {*faults_of(i)} not in tested]
@@ -79,8 +80,10 @@ class TaskSource:
             train.sort(key=_digest)
             train, further = [], train
             count = max(1, round(VALIDATION_SHARE * len(further)))
-        validation, rest = further[:count], further[count:]
-        train, validation = self._in_turn([*train, *rest]), self._in_turn(validation)
+        validation = further[:count]
+        rest = further[count:]
+        train = self._in_turn([*train, *rest])
+        validation = self._in_turn(validation)
         return {"train": train, "validation": validation, "test": test}
 
     def _in_turn(self, ids: Sequence[str]) -> list[str]:
@@ -118,7 +121,8 @@ class TaskSource:
         if self.world.has_phone and not is_transfer:
             number = len(faults_of(task_id))
             branch = f"{number} fault{'s' * (number > 1)}"
-        family, ticket = self.family(task_id), self.ticket(task_id)
+        family = self.family(task_id)
+        ticket = self.ticket(task_id)
         checkout = self.world.checkout
         instruction = SOLO if self.world.is_solo else TALK if checkout.is_talking else TICKET
         system = f"tau2 {checkout.name}\n\n{instruction}\n\n{self.world.policy}"

@@ -23,7 +23,9 @@ class _Work:
     """The expert's work on one ticket."""
 
     def __init__(self, agent: Agent, ticket: str, kind: str) -> None:
-        self.call, self._agent, self.kind = agent.call, agent, kind
+        self.call = agent.call
+        self._agent = agent
+        self.kind = kind
         self.is_abroad = "abroad" in ticket
         number = PHONE_NUMBER.search(ticket)
         customer = self.call("get_customer_by_phone", phone_number=number[0] if number else "")
@@ -51,7 +53,8 @@ def expert(agent: Agent, goal: Any) -> str:
 
 def _solves(work: _Work) -> bool:
     """Return whether the problem is solved; if not, the customer needs a human agent."""
-    call, text = work.call, str(work.call("check_network_status"))
+    call = work.call
+    text = str(work.call("check_network_status"))
     network = dict(line.split(": ", 1) for line in text.split("\n") if ": " in line)
     if work.repairs(network.get("Airplane Mode") == "ON"):
         call("toggle_airplane_mode")

@@ -74,7 +74,8 @@ def rates(total: Mapping[str, float], num_ranks: int) -> dict[str, float]:
     metrics["tokens_per_s"] = total["sampled"] / metrics["step_s"]
     metrics["exchanged_bytes"] = total["bytes"]
     for phase, tokens in (("sample", total["sampled"]), ("update", total["update_tokens"])):
-        seconds, padded = total[f"{phase}_s"] or 1, total[f"{phase}_padded"]
+        seconds = total[f"{phase}_s"] or 1
+        padded = total[f"{phase}_padded"]
         metrics[f"{phase}_tokens_per_s"] = tokens / (seconds / num_ranks)
         metrics[f"{phase}_padding_share"] = (padded - total[f"{phase}_tokens"]) / (padded or 1)
     return {f"perf/{name}": value for name, value in metrics.items()}

@@ -36,8 +36,12 @@ class StageProgress(AbstractContextManager["StageProgress"]):
         num_later: int = 0,
         unit: str = "step",
     ) -> None:
-        self._stage, self._num_steps, self._done, self._is_main = stage, num_steps, done, is_main
-        self._num_later, self._unit = num_later, unit
+        self._stage = stage
+        self._num_steps = num_steps
+        self._done = done
+        self._is_main = is_main
+        self._num_later = num_later
+        self._unit = unit
         self._start = self._last_print = self._last_step = time.monotonic()
         self._seconds = deque[float](maxlen=RECENT_STEPS)  # duration of each recent step
         hidden = not (is_main and sys.stderr.isatty())
@@ -81,7 +85,8 @@ class StageProgress(AbstractContextManager["StageProgress"]):
         """
         if len(self._seconds) < min(2, self._num_steps):
             return ""
-        left, pace = max(0, self._num_steps - self._done), median(self._seconds)
+        left = max(0, self._num_steps - self._done)
+        pace = median(self._seconds)
         texts = [f"{_duration(left * pace)} left"] if left else []
         if self._num_later:
             texts.append(f"{_duration((left + self._num_later) * pace)} left in all stages")
@@ -145,7 +150,8 @@ def say_start(opened: Opened, step: int, config: Config, stages: Sequence[Stage]
     notes = [f"run folder: {opened.folder}", *opened.notes]
     if opened.checkpoint is not None:
         notes.append(f"resuming from {opened.checkpoint.name}: {step} steps done")
-    grpo, wanted = config.grpo, config.rollout.tasks_per_step
+    grpo = config.grpo
+    wanted = config.rollout.tasks_per_step
     if grpo.use_grpo:
         # A step uses a task once, so a stage with few tasks has fewer groups than `tasks_per_step`.
         sizes = {s.name: (min if s.schedule else sum)(s.groups.values()) for s in stages}

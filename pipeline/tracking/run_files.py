@@ -18,7 +18,8 @@ from pipeline.files.durable import read_records, whole_lines
 from pipeline.files.layout import METRICS, TIMINGS
 
 Evaluation = Mapping[str, Any]
-MAX_STEPS, MAX_EPISODES = 50, 200  # maximum numbers of steps and episodes in `episode_rows`
+MAX_STEPS = 50
+MAX_EPISODES = 200  # maximum numbers of steps and episodes in `episode_rows`
 FIELDS = ("domain", "family", "task_id", "trial", "reward", "stop_reason", "advantage")
 COLUMNS = ["stage", "step", *(n.removesuffix("_id") for n in FIELDS), "rewards", "conversation"]
 
@@ -128,7 +129,8 @@ def transcripts_in(folder: Path) -> dict[tuple[str, int], list[Path]]:
 
 def episode_rows(folder: Path) -> list[list[Any]]:
     """Return a table of at most MAX_EPISODES episodes, evenly spaced over steps and evaluations."""
-    files, rows = transcripts_in(folder), []
+    files = transcripts_in(folder)
+    rows = []
     steps = list(files)[:: ceil(len(files) / MAX_STEPS) or 1]
     for key in steps:
         lines = [line for path in files[key] for line in whole_lines(path)]

@@ -38,7 +38,9 @@ def rollout_metrics(
     """
     counts = _counts(batch, config) | _reward_sums(batch, reward_names)
     total = dict(zip(counts, ranks.sum([*counts.values()]), strict=True))
-    size, domains, episodes = config.rollout.num_generations, config.data.domains, total["episodes"]
+    size = config.rollout.num_generations
+    domains = config.data.domains
+    episodes = total["episodes"]
     groups = {d: count for d in domains if (count := total[f"groups {d}"])}
     judged = {d: count for d in domains if (count := total[f"judged {d}"])}
     metrics: dict[str, float] = {}
@@ -78,8 +80,10 @@ def rollout_metrics(
 
 def _counts(batch: RolloutBatch, config: Config) -> dict[str, float]:
     """Return sums over this rank's episodes; all ranks return the names in the same order."""
-    size, threshold = config.rollout.num_generations, config.evaluation.success_threshold
-    first, played = batch.first, batch.trajectories
+    size = config.rollout.num_generations
+    threshold = config.evaluation.success_threshold
+    first = batch.first
+    played = batch.trajectories
     rewards = torch.tensor([t.reward for t in first], dtype=torch.float64)
     is_zero_std = zero_std_groups(rewards, size, ~is_left_out(first)).tolist()
     counts: dict[str, float] = {
@@ -129,7 +133,8 @@ def logged_by_reward_functions(
         return {}
     mine = {name: list(values) for name, values in rewards.metrics.items()}, rewards.num_calls
     rewards.metrics.clear()
-    rewards.num_calls, rewards.trainer_state.global_step = 0, state.step
+    rewards.num_calls = 0
+    rewards.trainer_state.global_step = state.step
     gathered = ranks.all_gather_objects(mine, "reward functions")
     state.num_reward_calls += sum(count for _, count in gathered)
     found = defaultdict[str, list[float]](list)

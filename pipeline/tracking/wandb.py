@@ -137,7 +137,8 @@ def _start(folder: Path, config: Config) -> Any:
     import wandb
 
     tree = masked_tree(config.model_dump(mode="json"))
-    tracking, order = tree["tracking"], config.curriculum.order or config.data.domains
+    tracking = tree["tracking"]
+    order = config.curriculum.order or config.data.domains
     group = f"{config.curriculum.curriculum} {'-'.join(order)}"
     settings = wandb.Settings(
         silent=True,
@@ -145,7 +146,8 @@ def _start(folder: Path, config: Config) -> Any:
         finish_timeout=0,  # `_in_time` has one
         git_remote_url="",  # the URL of a git repository may hold a token
     )
-    argv, sys.argv = sys.argv, [masked(argument) for argument in sys.argv]  # W&B stores sys.argv
+    argv = sys.argv
+    sys.argv = [masked(argument) for argument in sys.argv]  # W&B stores sys.argv
     try:
         run = wandb.init(
             project=tracking["project"],
