@@ -103,8 +103,8 @@ class RunLog(AbstractContextManager["RunLog"]):
         for package in config.tracking.report_to:
             if not _is_fed(package):
                 say(
-                    "W&B: no WANDB_API_KEY, so nothing is sent (after `wandb login`, set "
-                    f"WANDB_MODE=online); bash scripts/wandb_sync.sh {folder} sends this run later"
+                    "W&B: no API key, so nothing is sent; after `wandb login` or with "
+                    f"WANDB_API_KEY, bash scripts/wandb_sync.sh {folder} sends this run"
                 )
                 continue
             tracker = WandbFeed if package == "wandb" else TensorBoard

@@ -11,8 +11,10 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from netrc import NetrcParseError, netrc
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import psutil
 
@@ -178,9 +180,15 @@ def _start(folder: Path, config: Config) -> Any:
 
 
 def is_wanted() -> bool:
-    """Return whether W&B's environment variables hold a key, or a mode."""
+    """Return whether W&B's variables hold a key or a mode, or `wandb login` has stored a key."""
     names = ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE", "WANDB_MODE")
-    return any(map(os.environ.get, names))
+    if any(map(os.environ.get, names)):
+        return True
+    host = urlsplit(os.environ.get("WANDB_BASE_URL") or "https://api.wandb.ai").hostname
+    try:
+        return netrc(os.environ.get("NETRC")).authenticators(host or "") is not None
+    except (OSError, NetrcParseError):
+        return False
 
 
 def send_results(run: Any, folder: Path) -> None:

@@ -305,7 +305,7 @@ def test_without_a_key_nothing_is_kept_for_wandb_and_the_command_is_named(tmp_pa
     with RunLog(tmp_path, config(), is_main=True) as log:
         write(log, START, train(1), times(1))
     (line,) = capfd.readouterr().err.splitlines()
-    assert "no WANDB_API_KEY" in line and f"bash scripts/wandb_sync.sh {tmp_path}" in line
+    assert "no API key" in line and f"bash scripts/wandb_sync.sh {tmp_path}" in line
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         *("home", "metrics.jsonl", "timings.jsonl"),
     ]
@@ -378,6 +378,21 @@ def test_wandb_that_cannot_start_stops_a_fresh_run_and_no_resumed_one(tmp_path, 
     assert read_records(tmp_path / "run" / "metrics.jsonl") == [START, train(1)]
     (warning,) = capfd.readouterr().err.splitlines()
     assert warning.startswith("warning: W&B: report_to: W&B did not start")
+
+
+def test_a_key_is_found_where_wandb_finds_it(tmp_path, machine):
+    assert not feed.is_wanted()
+    netrc = tmp_path / "home" / ".netrc"
+    netrc.write_text(f"machine api.wandb.ai login user password {KEY}\n")
+    netrc.chmod(0o600)
+    assert feed.is_wanted()
+    machine.setenv("WANDB_BASE_URL", "https://wandb.example.org")
+    assert not feed.is_wanted()
+    machine.setenv("WANDB_API_KEY", KEY)
+    assert feed.is_wanted()
+    machine.delenv("WANDB_API_KEY")
+    netrc.write_text("machine")
+    assert not feed.is_wanted()
 
 
 def test_no_file_of_a_run_holds_a_password(tmp_path, machine):
