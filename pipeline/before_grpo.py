@@ -9,7 +9,7 @@ from itertools import chain
 from pipeline.data.curriculum import tasks_of_source
 from pipeline.data.shares import num_drawn
 from pipeline.data.tasks import Task
-from pipeline.endpoints.language_model import LanguageModel, told_once
+from pipeline.endpoints.language_model import LanguageModel
 from pipeline.evaluation.agents import agent_rollout, evaluate_agent
 from pipeline.evaluation.error_rates import ErrorRates, stop_on_errors
 from pipeline.evaluation.evaluate import in_words as rates_in_words
@@ -60,8 +60,7 @@ class BeforeGRPO(RunState):
             return
         if ranks.is_main:  # an agent that failed may have had other ranks
             shutil.rmtree(self.folder / "trajectories" / "agent", ignore_errors=True)
-        arguments = config, self.folder, told_once(ranks), ranks.rank, ranks.num_ranks
-        with closing(LanguageModel("agent", *arguments, as_written=True)) as model:
+        with closing(LanguageModel("agent", config, self.folder, ranks, as_written=True)) as model:
             given = config.evaluation.agent_temperature
             temperature = config.rollout.temperature if given is None else given
             agent = agent_rollout(self.policy.rollout, model, temperature)
@@ -87,8 +86,7 @@ class BeforeGRPO(RunState):
         ranks = self.ranks
         with self._supervised("warm start", config.warm_start.steps) as on_step:
             examples = sft_examples(config, parts.chat, parts.domains, ranks.alive)
-            arguments = self.accelerator, ranks, self.policy.model, examples, on_step
-            loss = fine_tune(config, *arguments)
+            loss = fine_tune(config, self.accelerator, ranks, self.policy.model, examples, on_step)
         keys = {"kind": "warm_start", "stage": "warm_start", "step": 0}
         self.log.timings({**keys, "perf/warm_start_s": time.perf_counter() - begun})
         self.log.metrics({**keys, "warm_start/loss": loss})
@@ -131,9 +129,10 @@ class BeforeGRPO(RunState):
             examples = examples_of(kept, config.warm_start.batch_size, config.run.seed, name)
             config = settings_of_round(config, len(examples))
             entry["steps"] = config.warm_start.steps
-            arguments = self.accelerator, ranks, self.policy.model, examples
             with self._supervised(f"rft round {number}", entry["steps"]) as on_step:
-                entry["loss"] = fine_tune(config, *arguments, on_step)
+                entry["loss"] = fine_tune(
+                    config, self.accelerator, ranks, self.policy.model, examples, on_step
+                )
         self.say(in_words(entry))
         self.state.rft.append(entry)
         keys = {"kind": "rft", "stage": "rft", "step": 0}

@@ -9,7 +9,7 @@ from pipeline.config.settings import Config, DataSettings
 from pipeline.customers.llm_customer import LlmCustomer, scenario_of
 from pipeline.data.tasks import SCENARIO, Task
 from pipeline.distributed.ranks import Ranks
-from pipeline.endpoints.language_model import LanguageModel, told_once
+from pipeline.endpoints.language_model import LanguageModel
 from pipeline.environments.domains import Domain
 from pipeline.errors import UserError
 
@@ -56,8 +56,7 @@ def customers_of(
     """Return the customers of a run on this rank, or None if no language model plays any."""
     if not (names := served_domains(config.data, domains, tasks)):
         return None
-    arguments = config, folder, told_once(ranks), ranks.rank, ranks.num_ranks
-    return Customers(LanguageModel("customer", *arguments), names)
+    return Customers(LanguageModel("customer", config, folder, ranks), names)
 
 
 def judge_of(
@@ -76,8 +75,7 @@ def judge_of(
     asks = asks or (rewards is not None and rewards.asks_judge)
     if not asks or config.data.judge_url is None:
         return None
-    arguments = config, folder, told_once(ranks), ranks.rank, ranks.num_ranks
-    return LanguageModel("judge", *arguments)
+    return LanguageModel("judge", config, folder, ranks)
 
 
 class Customers:

@@ -159,8 +159,11 @@ def _cards_of_hub(name: str) -> Iterator[Path]:
 
     for card in CARDS:
         # `datasets` itself says what is wrong with the name of a dataset.
-        faults = errors.EntryNotFoundError, errors.RepositoryNotFoundError, errors.HFValidationError
-        with suppress(*faults):
+        with suppress(
+            errors.EntryNotFoundError,
+            errors.RepositoryNotFoundError,
+            errors.HFValidationError,
+        ):
             offline = config.HF_HUB_OFFLINE
             path = hf_hub_download(name, card, repo_type="dataset", local_files_only=offline)
             yield Path(path)

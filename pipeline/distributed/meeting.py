@@ -98,7 +98,8 @@ def named(
 def _resolved(address: tuple[str, int]) -> tuple[Any, ...] | None:
     """The family and the address of a socket, or None while the name is not known."""
     try:
-        found = socket.getaddrinfo(*address, type=socket.SOCK_STREAM)
+        host, port = address
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except OSError:
         return None
     return found[0][0], found[0][4]

@@ -50,12 +50,13 @@ class LanguageModel:
         role: str,
         config: Config,
         folder: Path,
-        say: Callable[[str], None] = say,
-        rank: int = 0,
-        num_ranks: int = 1,
+        ranks: Ranks | None = None,
+        *,
         name: str = "",
         as_written: bool = False,
     ) -> None:
+        rank = 0 if ranks is None else ranks.rank
+        num_ranks = 1 if ranks is None else ranks.num_ranks
         parts = config.data, config.evaluation
         self._role = role
         self._data = next(p for p in parts if hasattr(p, f"{role}_url"))
@@ -66,7 +67,7 @@ class LanguageModel:
             self._setting("temperature"),
             os.environ.get(self._key_name, "").strip(),
             PATIENCE * config.rollout.call_timeout,
-            say,
+            say if ranks is None else told_once(ranks),
             role,
             as_written,
         )
@@ -102,8 +103,8 @@ class LanguageModel:
         if there is no answer, and Unanswered if the endpoint refuses this conversation alone.
         """
         endpoint = self._endpoint
-        asked = [*messages], [*tools], *([options] if options else [])
-        key = key_of(endpoint.model, endpoint.temperature, seed, *asked)
+        further = [options] if options else []
+        key = key_of(endpoint.model, endpoint.temperature, seed, [*messages], [*tools], *further)
         if (known := self.cache.get(key)) is not None:
             return known
         self._check_budget()

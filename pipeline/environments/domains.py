@@ -85,11 +85,13 @@ class Domain:
         EnvironmentFault if the environment or expert fails or the episode exceeds `seconds`.
         """
         assert self.expert is not None, f"{self.name} has no expert"
-        arguments = self.expert, task, rule_share, seed, raised
+        expert = self.expert
+
+        def solve() -> tuple[list[Message], float]:
+            return run_expert(self.environment(), expert, task, rule_share, seed, raised)
+
         with RandomState(task):
-            found: tuple[list[Message], float] = guarded(
-                "expert", seconds, lambda: run_expert(self.environment(), *arguments)
-            )
+            found: tuple[list[Message], float] = guarded("expert", seconds, solve)
         return found
 
 
@@ -269,11 +271,12 @@ def generated(data: DataSettings, domain: Domain, count: int, split: str) -> lis
     if domain.generate_tasks is None:
         return _self_sampled(domain.name, data.task_seed, count, split)
     arguments = (data.task_seed, count, split, data.difficulty)
+    make = partial(domain.generate_tasks, data.task_seed, count, split, data.difficulty)
     where = f"tasks of {domain.name}"
     call = f"{where}: {module}.generate_tasks{arguments}"
     with refused(f"{call} fails"):
         try:
-            tasks = domain.generate_tasks(*arguments)
+            tasks = make()
         except ValueError as error:  # for example because fewer than `count` tasks exist
             why = str(error) if domain.name not in data.own_domains else describe(error)
             raise UserError(f"{where}: {one_line(why.removeprefix('ValueError: '))}") from None
@@ -284,7 +287,7 @@ def generated(data: DataSettings, domain: Domain, count: int, split: str) -> lis
         raise UserError(f"{call} gave one of the domain {shown(other)}; return {where}")
     if split == "validation" and domain.name in data.own_domains:
         with refused(f"{call} fails"):
-            again = domain.generate_tasks(*arguments)
+            again = make()
         if not isinstance(again, list) or list.copy(again) != made:
             why = "gives other tasks when it is called again, so no run could be resumed"
             raise UserError(f"{call} {why}; draw from its arguments alone")

@@ -51,7 +51,7 @@ class EndpointPolicy:
             raise
         why = answer.get("why", "")
         if why:
-            self._faults.add(*key, "agent", why)
+            self._faults.add(trajectory.domain, trajectory.task_id, "agent", why)
         finished = not answer.get("is_cut")
         return conversation.add(Said(parsed=parsed_of(answer), finished=finished, stopped_by=why))
 

@@ -172,8 +172,7 @@ def group_advantages(
         for group in torch.arange(len(rewards)).split(num_generations):
             part = group[counted[group]]
             if (count := len(part)) > 1:
-                arguments = count, scale_rewards, batch_std
-                advantages[part] = group_advantages(rewards[part], *arguments)
+                advantages[part] = group_advantages(rewards[part], count, scale_rewards, batch_std)
         return advantages
     grouped = rewards.view(-1, num_generations)
     advantages = grouped - grouped.mean(dim=1, keepdim=True)

@@ -131,8 +131,9 @@ class Policy:
         chat = self.rollout.chat
         base = base_of_adapters(self.model, config.model, checkpointer)
         vars(self.sampling).pop("sampler", None)  # frees its memory
-        arguments = config.model, base, config.run.seed, dtype_of(config.model)
-        self.model = lora.attach(self.model, *arguments).to(self.accelerator.device)
+        dtype = dtype_of(config.model)
+        adapted = lora.attach(self.model, config.model, base, config.run.seed, dtype)
+        self.model = adapted.to(self.accelerator.device)
         set_weights(self.model, config, chat.tokenizer, folder)
         self.sampling.sampler = self._sampler(chat, is_main=False)
         self.check_agreement(self._prompt)

@@ -62,18 +62,33 @@ class TokenLogprobs(nn.Module):
         hidden_U = hidden_BT.flatten(0, 1)[indices_U]
         head = self.model.get_output_embeddings()
         compute = partial(logits_of, head, weight_VH=weight_of_logits(head))
-        settings = self.temperature, self.trains_entropy
         parameters = [p for p in head.parameters() if p.requires_grad]
         count = -(-len(hidden_U) * head.weight.shape[0] // LOGITS_PER_CHUNK)
         size = -(-len(hidden_U) // count)
         firsts = torch.arange(0, len(hidden_U), size)
         ends = torch.searchsorted(which_N, firsts[1:].to(which_N.device)).cpu()
-        chunks = hidden_U.split(size), *(x.tensor_split(ends) for x in (which_N, batch.targets))
         pieces = []
-        for first, hidden, which, targets in zip(firsts.tolist(), *chunks, strict=True):
+        chunks = zip(
+            firsts.tolist(),
+            hidden_U.split(size),
+            which_N.tensor_split(ends),
+            batch.targets.tensor_split(ends),
+            strict=True,
+        )
+        for first, hidden, which, targets in chunks:
             keeps = torch.is_grad_enabled() and first + size >= len(hidden_U)
-            arguments = compute, *settings, keeps, which - first, targets, hidden
-            pieces.append(_Chunk.apply(*arguments, *parameters))
+            pieces.append(
+                _Chunk.apply(
+                    compute,
+                    self.temperature,
+                    self.trains_entropy,
+                    keeps,
+                    which - first,
+                    targets,
+                    hidden,
+                    *parameters,
+                )
+            )
         logprobs, entropies = zip(*pieces, strict=True)
         return torch.cat(logprobs), torch.cat(entropies)
 

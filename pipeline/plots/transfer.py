@@ -193,11 +193,13 @@ def pareto(configurations: Sequence[Configuration]) -> Figure:
             axes.axhline(gain[0], color=colour, linestyle=":", linewidth=1)
         else:
             (colour, marker), size = next(styles), 7
-        point = (forgetting[0] if forgetting else 0.0, gain[0])
+        forgotten = forgetting[0] if forgetting else 0.0
         across = error_bar(*forgetting) if forgetting else None
         lines = {**INTERVAL, "ecolor": colour, "zorder": 3, "elinewidth": 1.4}
-        axes.errorbar(*point, yerr=error_bar(*gain), xerr=across, **lines)
-        axes.plot(*point, label=name, marker=marker, color=colour, markersize=size, **EDGED)
+        axes.errorbar(forgotten, gain[0], yerr=error_bar(*gain), xerr=across, **lines)
+        axes.plot(
+            forgotten, gain[0], label=name, marker=marker, color=colour, markersize=size, **EDGED
+        )
     axes.axvline(0, color="black", linewidth=0.8)
     axes.update_datalim([(-0.025, 0), (0.025, 0)])  # the least width of the x axis
     axes.autoscale_view()

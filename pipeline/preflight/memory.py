@@ -185,8 +185,8 @@ def num_trained(config: Config, model: Any) -> int:
     if not config.model.use_peft:
         return int(model.num_parameters())
     with torch.device("meta"):
-        arguments = config.model, config.model.model, config.run.seed, dtype_of(config.model)
-        attached = lora.attach(model, *arguments)
+        dtype = dtype_of(config.model)
+        attached = lora.attach(model, config.model, config.model.model, config.run.seed, dtype)
     return sum(p.numel() for p in attached.parameters() if p.requires_grad)
 
 

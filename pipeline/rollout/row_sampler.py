@@ -333,8 +333,9 @@ class RowSampler(ModelSampler):
             size = max(1, MASK // (len(batch) * self._shared * end))
             for begin_of in range(0, longest, size):  # almost always one piece
                 part = slice(begin_of, begin_of + size)
-                inputs = index_B, padded[:, part], positions[:, part], end, in_front
-                hidden_BT = self._forward(*inputs)
+                hidden_BT = self._forward(
+                    index_B, padded[:, part], positions[:, part], end, in_front
+                )
                 for row, i in enumerate(batch):
                     if 0 <= (at := lengths[i] - 1 - begin_of) < size:
                         states[i] = hidden_BT[row, at]

@@ -99,13 +99,29 @@ def make_sampler(
     if stops and is_main:
         also = ", ".join(map(shown, chat.tokenizer.convert_ids_to_tokens(stops)))
         print(f"messages end at {chat.end_of_turn}, and by the model's files at {also}", flush=True)
-    limits = chat.end_of_turn_id, settings.temperature, dtype, settings.top_k, settings.top_p
     if why is None:
-        return row_sampler(model, *limits, other_stops=stops, max_tokens=settings.max_tokens)
+        return row_sampler(
+            model,
+            chat.end_of_turn_id,
+            settings.temperature,
+            dtype,
+            settings.top_k,
+            settings.top_p,
+            other_stops=stops,
+            max_tokens=settings.max_tokens,
+        )
     if is_main:
         print(
             f"warning: {type(plain).__name__} is sampled through generate, every message from the "
             f"start again, which is slower than one cache over all turns; {why}",
             flush=True,
         )
-    return GenerateSampler(model, *limits, other_stops=stops)
+    return GenerateSampler(
+        model,
+        chat.end_of_turn_id,
+        settings.temperature,
+        dtype,
+        settings.top_k,
+        settings.top_p,
+        other_stops=stops,
+    )

@@ -44,8 +44,7 @@ def results_of(
 
 
 def _simulation(world: World, line: Line, about: Mapping[str, Any], at: str) -> dict[str, Any]:
-    told = line["messages"], line.get("customer", ())
-    messages = conversation(*told, world.is_solo)
+    messages = conversation(line["messages"], line.get("customer", ()), world.is_solo)
     end = _end(line, world.is_solo)
     if end == "user_stop" and messages[-1]["role"] != "user":
         messages.append({"role": "user", "content": STOPPED})

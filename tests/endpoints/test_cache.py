@@ -133,12 +133,16 @@ def test_a_spent_budget_ends_the_calls_and_more_goes_on(tmp_path, name, most):
     assert set(server.paid.values()) == {1} and len(server.paid) == 24
 
 
+def rank_of_three(number: int) -> Any:
+    return SimpleNamespace(rank=number, num_ranks=3)
+
+
 def test_ranks_share_what_is_left(tmp_path):
     config = {"customer": "llm", "customer_url": "http://x", "customer_model": "m"}
     settings = Config(data=config | {"max_customer_calls": 12})
     AnswerCache(tmp_path / "customers", "rank-0").put("a", YES, 10)
     found = [
-        LanguageModel("customer", settings, tmp_path, rank=r, num_ranks=3)._most for r in range(3)
+        LanguageModel("customer", settings, tmp_path, rank_of_three(r))._most for r in range(3)
     ]
     assert [of["max_customer_calls"] - 1 for of in found] == [4, 4, 3]
 

@@ -52,7 +52,7 @@ def config_of(url, **limits):
 
 def agent(url, folder, environments, **limits):
     config = config_of(url, **limits)
-    model = LanguageModel("agent", config, folder, lambda line: None, as_written=True)
+    model = LanguageModel("agent", config, folder, as_written=True)
     rollout = rollout_of(ScriptedSampler({}), chat(), environments, config.rollout)
     return agent_rollout(rollout, model, config.rollout.temperature), config
 
