@@ -6,6 +6,7 @@ import json
 import os
 import signal
 from contextlib import redirect_stderr
+from types import SimpleNamespace
 
 import pytest
 from accelerate import Accelerator
@@ -133,7 +134,7 @@ def test_a_spent_budget_ends_the_calls_and_more_goes_on(tmp_path, name, most):
     assert set(server.paid.values()) == {1} and len(server.paid) == 24
 
 
-def rank_of_three(number: int) -> Any:
+def rank_of_three(number):
     return SimpleNamespace(rank=number, num_ranks=3)
 
 
