@@ -262,7 +262,7 @@ class RunState:
             return {}
         parts = self.parts
         timeout = self.config.rollout.call_timeout
-        judge = self.policy.rollout.judge
+        judge = self._judge.ask if self._judge else None
         return baselines(parts.domains, parts.held_out, timeout, judge)
 
     def _write_results(self, is_final: bool = True) -> None:

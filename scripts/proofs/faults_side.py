@@ -11,7 +11,6 @@ import os
 import signal
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -75,11 +74,12 @@ def faulty(kind: str, phase: str, rank: int, note: Path) -> type[Training]:
         def collect(self, stage: Any, step: int) -> Any:
             """Replace the rewards of training episodes, so that every group trains."""
             batch = super().collect(stage, step)
-            live = [replace(t, reward=float(t.trial % 2)) for t in batch.trajectories]
+            for trajectory in batch.trajectories:
+                trajectory.reward = float(trajectory.trial % 2)
             if kind == "NaN" and phase == "sample" and once():
-                for t in live:
-                    t.logprobs[:] = [float("nan")] * len(t.logprobs)
-            return replace(batch, trajectories=live)
+                for trajectory in batch.trajectories:
+                    trajectory.logprobs[:] = [float("nan")] * len(trajectory.logprobs)
+            return batch
 
     return Faulty
 

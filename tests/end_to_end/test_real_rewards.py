@@ -243,4 +243,5 @@ class Finished(train.Training):
         )
         self.parts = parts  # type: ignore[assignment]
         self.policy = SimpleNamespace(updater=None)  # type: ignore[assignment]
+        self._judge = None
         self.checkpointer = SimpleNamespace(wall_s=1.0)  # type: ignore[assignment]
