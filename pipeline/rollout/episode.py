@@ -40,7 +40,7 @@ class RolloutRequest:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Surroundings:
+class Shared:
     """What the episodes of a rollout share."""
 
     policy: Policy
@@ -65,21 +65,14 @@ class Episode:
         self,
         request: RolloutRequest,
         kind: type[Any],
-        surroundings: Surroundings,
+        shared: Shared,
         welcome: Welcome | None = None,
     ) -> None:
         self.task = request.task
         self.key = request.key
         self.kind = kind
         self.welcome = welcome
-        self.policy = surroundings.policy
-        self.chat = surroundings.chat
-        self.limits = surroundings.limits
-        self.faults = surroundings.faults
-        self._judge = surroundings.judge
-        self._reply = surroundings.reply
-        self._watch = surroundings.watch
-        self._calls = surroundings.calls
+        self.shared = shared
         self._until: float | None = None  # as the rollout's
         self.environment: Any = None
         self.in_background = welcome is not None or tools.may_wait(kind)
@@ -98,8 +91,6 @@ class Episode:
             trial=request.trial,
             messages=[dict(message) for message in self.task.prompt],
         )
-        self._greedy = surroundings.greedy
-        self._has_reward_functions = surroundings.has_reward_functions
         self.conversation: Conversation | None = None  # from the episode's start on
 
     async def play(self) -> None:
@@ -110,26 +101,25 @@ class Episode:
             trajectory=trajectory,
             schemas=schemas,
             key=self.key,
-            greedy=self._greedy,
-            is_text=self._has_reward_functions and not schemas,
+            greedy=self.shared.greedy,
+            is_text=self.shared.has_reward_functions and not schemas,
         )
         try:
             await self._reset()
-            end = None
             loop = getattr(self.kind, OWN_LOOP, None)
             if loop is None:
                 end = await self._converse(conversation)
             else:
                 end = await self._let_play(loop)
             trajectory.stop_reason = end
-            self.policy.close(conversation)
+            self.shared.policy.close(conversation)
             await self._score()
         except EnvironmentFault as fault:
-            self.policy.close(conversation)
+            self.shared.policy.close(conversation)
             trajectory.stop_reason = StopReason.ENVIRONMENT_ERROR
             trajectory.error = str(fault)
             trajectory.left_out = "outage" if fault.outage else self._excused
-            self.faults.add(*self.task.key, fault.call, str(fault))
+            self.shared.faults.add(*self.task.key, fault.call, str(fault))
 
     async def _converse(self, conversation: Conversation) -> StopReason:
         """Let policy, tools and customer take turns until something ends the episode."""
@@ -137,7 +127,7 @@ class Episode:
         end = None
         self._show(trajectory.messages)
         while end is None:
-            said = await self.policy.message(conversation)
+            said = await self.shared.policy.message(conversation)
             self._show(trajectory.messages[-1:] if said is not None else [])
             if said is None or not said.finished:
                 end = StopReason.MAX_TOKENS
@@ -147,17 +137,19 @@ class Episode:
                 end = await self._call_tools(said.parsed)
             else:
                 end = await self._ask_customer(said.parsed.content)
-            if end is None and trajectory.num_turns >= self.limits.max_turns:
+            if end is None and trajectory.num_turns >= self.shared.limits.max_turns:
                 end = StopReason.MAX_TURNS
         return end
 
     async def _let_play(self, loop: Play) -> StopReason:
         """Let a user's loop play the episode."""
         trajectory = self.trajectory
-        policy = LoopPolicy(self.policy, self.limits, trajectory, self.key, self._greedy)
+        policy = LoopPolicy(
+            self.shared.policy, self.shared.limits, trajectory, self.key, self.shared.greedy
+        )
         name = getattr(loop, "__name__", "play")
         try:
-            self.environment.reward = await self._calls.loop(
+            self.environment.reward = await self.shared.calls.loop(
                 self.task.key, name, policy, partial(play, loop, policy, self.task)
             )
         finally:
@@ -176,7 +168,7 @@ class Episode:
         started = await self._call("reset", start, reset)
         self.environment = started.environment
         self.in_background = started.in_background
-        tools.give_judge(self.environment, self._judge)
+        tools.give_judge(self.environment, self.shared.judge)
         request = self.trajectory.messages[-1]
         request["content"] += started.addition
         if self.welcome is not None:
@@ -192,13 +184,13 @@ class Episode:
         self.trajectory.num_malformed_calls += 1
         content = tools.error_result(f"malformed call: {why}")
         self._add({"role": "tool", "name": "error", "content": content})
-        too_many = self.trajectory.num_malformed_calls > self.limits.max_malformed_calls
+        too_many = self.trajectory.num_malformed_calls > self.shared.limits.max_malformed_calls
         return StopReason.MALFORMED_CALL if too_many else None
 
     async def _call_tools(self, parsed: Parsed) -> StopReason | None:
         self._excused = ""
         methods = tools.tool_methods(self.kind)
-        most = self.limits.max_repeated_calls
+        most = self.shared.limits.max_repeated_calls
         replies = list[Message]()
         end = None
         for name, arguments in parsed.calls:
@@ -213,7 +205,7 @@ class Episode:
                 raise
             if result.raised:
                 self.trajectory.num_tool_errors += 1
-                self.faults.add(*self.task.key, name, result.raised)
+                self.shared.faults.add(*self.task.key, name, result.raised)
             known = name if name in methods else UNKNOWN_TOOL
             num_calls, num_errors = self.trajectory.tools.get(known, (0, 0))
             self.trajectory.tools[known] = [num_calls + 1, num_errors + result.is_error]
@@ -231,7 +223,7 @@ class Episode:
         self._repeated = []
         self._excused = "reply"
         reply = tools.method_of(self.environment, "user", "reply")
-        ask = partial(self._reply, self.environment, message)
+        ask = partial(self.shared.reply, self.environment, message)
         said = await self._call("reply", ask, reply)
         if said is not None:
             self._add({"role": "user", "content": said})
@@ -243,20 +235,20 @@ class Episode:
 
     def _add(self, *replies: Message) -> None:
         """Add replies to the conversation; the result of a tool that is too long is an error."""
-        most = self.limits.max_tool_result_tokens
+        most = self.shared.limits.max_tool_result_tokens
         for reply in (reply for reply in replies if reply["role"] == "tool"):
-            num_tokens = self.chat.num_content_tokens(reply["content"])
+            num_tokens = self.shared.chat.num_content_tokens(reply["content"])
             if num_tokens > most:
                 reply["raw_content"] = reply["content"]
                 reply["content"] = tools.error_result("result too long")
                 why = f"its result has {num_tokens} tokens, max_tool_result_tokens is {most}"
-                self.faults.add(*self.task.key, reply["name"], why)
+                self.shared.faults.add(*self.task.key, reply["name"], why)
         self.trajectory.messages += replies
         self._show(list(replies))
 
     def _show(self, messages: list[Message]) -> None:
-        if self._watch is not None:
-            self._watch(self.environment, messages)
+        if self.shared.watch is not None:
+            self.shared.watch(self.environment, messages)
 
     async def _score(self) -> None:
         trajectory = self.trajectory
@@ -272,7 +264,7 @@ class Episode:
     async def _call(self, name: str, call: Callable[[], Any], method: Any = None) -> Any:
         """Make a call of environment code; a call of a coroutine function needs no thread."""
         if self.in_background:
-            return await self._calls.beside(
+            return await self.shared.calls.beside(
                 self.task.key,
                 name,
                 call,
@@ -280,4 +272,4 @@ class Episode:
                 until=self._until,
             )
         with self._random:
-            return self._calls.here(self.task.key, name, call)
+            return self.shared.calls.here(self.task.key, name, call)

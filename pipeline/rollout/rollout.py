@@ -17,7 +17,7 @@ from pipeline.environments.customers import reply_of
 from pipeline.environments.faults import FaultLog
 from pipeline.environments.tools import Judge
 from pipeline.models.allocation import give_memory_back, is_out_of_memory
-from pipeline.rollout.episode import Episode, Reply, Surroundings, Watch
+from pipeline.rollout.episode import Episode, Reply, Shared, Watch
 from pipeline.rollout.episode import RolloutRequest as RolloutRequest
 from pipeline.rollout.rewards import Completion, RewardFunctions
 from pipeline.rollout.sampler import Handle, Sampler
@@ -103,7 +103,7 @@ class Rollout:
         self, requests: Sequence[RolloutRequest], greedy: bool, progress: Progress | None
     ) -> list[Trajectory]:
         self.calls.begin(self.limits.rollout_timeout)
-        surroundings = Surroundings(
+        shared = Shared(
             policy=self.policy,
             chat=self.chat,
             limits=self.limits,
@@ -121,7 +121,7 @@ class Rollout:
                 Episode(
                     request,
                     self.environments[request.task.domain],
-                    surroundings,
+                    shared,
                     self.welcomes.get(request.task.domain),
                 )
                 for request in group
