@@ -200,7 +200,7 @@ class Endpoint:
                     text = await _text_of(response)
         except TimeoutError:
             raise Failed(f"no answer within {self.patience_s / 2:.3g} s") from None
-        except (self._httpx.TransportError, OSError) as error:
+        except (self._httpx.TransportError, self._httpx.DecodingError, OSError) as error:
             await self._refuse_other_protocol(error)
             raise Failed(f"{type(error).__name__}: {one_line(str(error))}") from None
         status = int(response.status_code)

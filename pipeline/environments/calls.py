@@ -18,7 +18,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
-from concurrent.futures import Future, wait
+from concurrent.futures import CancelledError, Future, wait
 from contextlib import contextmanager, nullcontext, suppress
 from importlib import import_module
 from typing import Any, Protocol, TypeVar
@@ -267,8 +267,10 @@ async def _ended(awaitable: Awaitable[Any]) -> tuple[Any, BaseException | None]:
     return result, None
 
 
-async def _in_time(call: Callable[[], Awaitable[Any]], name: str, seconds: float | None) -> Any:
-    """Await a call in the environments' event loop. Raises EnvironmentFault."""
+async def _in_time(
+    call: Callable[[], Awaitable[Any]], name: str, seconds: float | None
+) -> tuple[Any, EnvironmentFault | None]:
+    """Await a call in the environments' event loop; return (result, None), or (None, fault)."""
     try:
         async with asyncio.timeout(seconds) as limit:
             result, error = await _ended(call())
@@ -278,10 +280,10 @@ async def _in_time(call: Callable[[], Awaitable[Any]], name: str, seconds: float
         error = failure
     if limit.expired():
         assert seconds is not None
-        raise too_long(name, seconds)
+        return None, too_long(name, seconds)
     if error is not None:
-        raise fault_of(error, name)
-    return result
+        return None, fault_of(error, name)
+    return result, None
 
 
 def _in_thread(call: Callable[[], Value]) -> Future[Value]:
@@ -411,10 +413,12 @@ class Calls:
             if is_async:
                 future = environment_loop.run(_in_time(call, name, seconds))
                 # The loop ends a late call itself, unless the call blocks the loop.
-                result = await _answer(future, name, seconds + GRACE_S, late)
+                result, fault = await _answer(future, name, seconds + GRACE_S, late)
+                if fault is not None:
+                    raise late if fault.timed_out else fault
             else:
-                future = _in_thread(lambda: guarded(name, seconds, lambda: run_here(call)))
-                result = await _answer(future, name, seconds, late)
+                made = _in_thread(lambda: guarded(name, seconds, lambda: run_here(call)))
+                result = await _answer(made, name, seconds, late)
         except EnvironmentFault as fault:
             self._note(key, fault, begun)
             raise
@@ -440,9 +444,7 @@ class Calls:
                 if not future.done():
                     fault = self._late(name, loop.busy_s)
             if fault is None:
-                result = waiting.result()
-        except EnvironmentFault as failure:
-            fault = failure
+                result, fault = waiting.result()
         except asyncio.CancelledError as error:
             task = asyncio.current_task()
             if task is None or task.cancelling():  # the rollout is stopped
@@ -493,21 +495,18 @@ class Calls:
 
 async def _answer(future: Future[Any], name: str, seconds: float, late: EnvironmentFault) -> Any:
     """Return the result of a call in the background; raise `late` after `seconds`."""
+    here = asyncio.wrap_future(future)
+    here.add_done_callback(lambda it: it.cancelled() or it.exception())  # `future` raises it
     try:
-        async with asyncio.timeout(seconds):
-            return await asyncio.wrap_future(future)
-    except TimeoutError:
+        await asyncio.wait([here], timeout=seconds)
         # The answer may have come in time while this thread was busy.
-        if future.done() and not future.cancelled():
+        if future.done():
             return future.result()
-        environment_loop.replace_if_blocked()
-        raise late from None
     except EnvironmentFault as fault:
-        if fault.timed_out:
-            raise late from None
-        raise
-    except asyncio.CancelledError as error:
-        task = asyncio.current_task()
-        if task is None or task.cancelling():  # the rollout is stopped
-            raise
+        raise late if fault.timed_out else fault from None
+    except CancelledError as error:  # other code in the event loop has cancelled the call
         raise fault_of(error, name) from None
+    finally:
+        future.cancel()
+    environment_loop.replace_if_blocked()
+    raise late

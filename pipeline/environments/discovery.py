@@ -84,7 +84,8 @@ def tool_problem(environment_class: type[Any]) -> str:
     """Return what keeps a model from calling a tool of a class, and the remedy; or ""."""
     schemas = getattr(environment_class, "schemas", None)
     if raw_call(environment_class):
-        return _schemas_problem(taken(environment_class.schemas))
+        problem = schemas_problem(taken(environment_class.schemas))
+        return f"whose {problem}" if problem else ""
     if schemas is not None and callable(getattr(environment_class, "call", None)):
         return f"whose schemas are {shown(schemas)}; give a list of JSON schemas in the class"
     for name, member in _public_members(environment_class):
@@ -159,13 +160,14 @@ def _arguments_problem(tool: Callable[..., Any]) -> str:
     return ""
 
 
-def _schemas_problem(schemas: Any) -> str:
+def schemas_problem(schemas: Any) -> str:
+    """Return the first mistake in a list of JSON schemas of tools, and the remedy; or ""."""
     for number, schema in enumerate(schemas):
         if problem := _schema_problem(schema):
-            return f"whose schemas[{number}] {problem}"
+            return f"schemas[{number}] {problem}"
     names = [schema["function"]["name"] for schema in schemas]
     twice = [name for name, count in Counter(names).items() if count > 1]
-    return f"whose schemas have {shown(twice[0])} twice; give each its own name" if twice else ""
+    return f"schemas have {shown(twice[0])} twice; give each its own name" if twice else ""
 
 
 def _schema_problem(schema: Any) -> str:

@@ -49,6 +49,8 @@ GenerateTasks = Callable[[int, int, str, str], list[Task]]  # arguments: seed, n
 Call: TypeAlias = tuple[str, dict[str, Any]]  # a tool and its arguments
 Baselines = Callable[[Task], Mapping[str, Sequence[Call]]]  # returns calls by name of a policy
 
+LOOP = "a loop of your own is `async def play(policy, task)`, which returns the reward"
+
 
 @dataclass(frozen=True, kw_only=True)
 class Domain:
@@ -193,14 +195,17 @@ def _class_of(where: str, factory: Any, arguments: dict[str, Any]) -> type[Any]:
     A function must return environments of one class, of which `_class_of` makes one. A coroutine
     function is a loop of the user's, which plays the episodes itself.
     """
-    if inspect.iscoroutinefunction(factory):
+    call = factory if inspect.isfunction(factory) else getattr(factory, "__call__", None)  # noqa: B004
+    if inspect.iscoroutinefunction(call) and not isinstance(factory, type):
+        with refused(f"{where}, which cannot be called with (policy, task)", LOOP):
+            inspect.signature(factory).bind(None, None, **arguments)
         return environment_of(partial(factory, **arguments) if arguments else factory)
     if isinstance(factory, type):
         if not arguments:
             return factory
         kind: type[Any] = factory
     elif callable(factory):
-        with refused(f"{where}, which fails"):
+        with refused(f"{where}, which fails", f"mend it; {LOOP}"):
             kind = type(factory(**arguments))
     else:
         raise UserError(f"{where}, which is {shown(factory)}; name a class or a function")

@@ -6,6 +6,7 @@ from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from typing import Any
 
+MAX_WAIT_S = 1e9  # a longer wait is as good as none
 BUSY = (408, 425, 429, 500, 502, 503, 504, 529)  # statuses that another attempt may change
 # Classes of a lost connection, by name: Python's own, httpx's, aiohttp's and openai's.
 AWAY = {"ConnectionError", "TimeoutError", "NetworkError", "RemoteProtocolError"}
@@ -19,7 +20,7 @@ def seconds_of(retry_after: str) -> float:
     except ValueError:
         pass
     else:
-        return max(0.0, seconds) if math.isfinite(seconds) else 0.0
+        return min(max(0.0, seconds), MAX_WAIT_S) if math.isfinite(seconds) else 0.0
     try:
         until = parsedate_to_datetime(retry_after)
         # A date without a zone is in UTC.

@@ -35,6 +35,8 @@ _TOKEN = re.compile(
 
 
 _secrets = set[str]()  # values of `keep_secret`
+PREFIX = 10  # characters by which a long secret is found that is cut off
+_ESCAPED = re.compile(r"\\u00([2-7][0-9a-f])|%([2-7][0-9a-f])", re.IGNORECASE)  # of ASCII
 SHORTEST_SECRET = 8  # characters; local servers take keys such as EMPTY, which are words
 
 
@@ -160,9 +162,16 @@ def masked(text: str) -> str:
     """Replace secrets in a text by ***.
 
     These are values of `keep_secret`, `user:password@`, tokens with a known beginning (`hf_...`,
-    `sk-...`), X in `Bearer X` and `Basic X`, and `token=X` or `api-key: X` as a whole.
+    `sk-...`), X in `Bearer X` and `Basic X`, and `token=X` or `api-key: X` as a whole. A secret is
+    also found where each of its characters is escaped, and by its first PREFIX characters.
     """
-    return _TOKEN.sub("***", _USER_INFO.sub("***", without_secrets(text)))
+    plain = _ESCAPED.sub(lambda found: chr(int(found[1] or found[2], 16)), text)
+    heads = {secret[:PREFIX] for secret in _secrets if len(secret) >= 2 * PREFIX}
+    if any(secret in plain for secret in {*_secrets, *heads}):
+        text = without_secrets(plain)
+        for head in heads:
+            text = re.sub(f"{re.escape(head)}[^\\s\"']*", "***", text)
+    return _TOKEN.sub("***", _USER_INFO.sub("***", text))
 
 
 def without_secrets(text: str) -> str:

@@ -1,7 +1,9 @@
 """Loads tokenizers and models, and tells which device and precision a run uses."""
 
+import os
 import warnings
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, cached_file
 
 from pipeline.config.settings import Config, ModelSettings
+from pipeline.distributed.rehearsal import rehearse
 from pipeline.environments.domains import Domain
 from pipeline.errors import UserError
 from pipeline.files.hub import hub_reachable
@@ -98,7 +101,7 @@ def load_folder(
         merged = lora.load_merged(load_folder(lora.base_of(folder), settings), folder)
         lora.cast(merged, dtype)
         return merged
-    shape = _from_files(AutoConfig.from_pretrained, str(folder), "model", settings)
+    shape = _shape_of(str(folder), "model", settings)
     model, info = _from_files(
         _weights_inside,
         str(folder),
@@ -183,7 +186,7 @@ def empty_model(config: Config, tokenizer: Any = None) -> Any:
             return tiny_model(tokenizer or tiny_tokenizer(), 0, settings.attn_implementation)
     base = lora.base_of(name) if lora.is_adapter(name) else name
     try:
-        shape = _from_files(AutoConfig.from_pretrained, base, "configuration", settings)
+        shape = _shape_of(base, "configuration", settings)
     except UserError:
         if name not in SHAPES:
             raise
@@ -221,6 +224,14 @@ def dtype_of(settings: ModelSettings) -> torch.dtype:
 
 def uses_bf16(settings: ModelSettings) -> bool:
     return on_gpu() if settings.mixed_precision == "auto" else settings.mixed_precision == "bf16"
+
+
+def _shape_of(name: str, what: str, settings: ModelSettings) -> Any:
+    """Load a configuration, first in a child: one number in its file can take all memory."""
+    load = partial(_from_files, AutoConfig.from_pretrained, name, what, settings)
+    if os.path.isdir(name):
+        rehearse("model: its config.json", load, "mend it, or give another model")
+    return load()
 
 
 def _from_files(

@@ -8,6 +8,7 @@ from pipeline.data.tasks import Task
 from pipeline.environments.calls import guarded
 from pipeline.environments.domains import Domain
 from pipeline.environments.faults import EnvironmentFault
+from pipeline.environments.own_loops import OWN_LOOP
 from pipeline.environments.random_state import RandomState
 from pipeline.environments.tools import run_here, started
 from pipeline.errors import UserError
@@ -47,6 +48,11 @@ def check_reward_functions(
     unscored = list[str]()
     used = set[str]()
     for name, domain in domains.items() if functions else ():
+        if hasattr(domain.environment, OWN_LOOP):
+            notes.append(
+                f"{name}: its loop returns the reward; no reward function is called for it"
+            )
+            continue
         columns = columns_of(tasks[name][0])
         if judge and JUDGE in columns:
             hint = "this is the judge's name in reward functions; rename the column"

@@ -145,7 +145,13 @@ class Episode:
         """Let a user's loop play the episode."""
         trajectory = self.trajectory
         policy = LoopPolicy(
-            self.shared.policy, self.shared.limits, trajectory, self.key, self.shared.greedy
+            self.shared.policy,
+            self.shared.limits,
+            trajectory,
+            self.key,
+            self.shared.greedy,
+            wake=self.shared.calls.answered.set,
+            show=self._show,
         )
         name = getattr(loop, "__name__", "play")
         try:

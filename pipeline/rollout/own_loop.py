@@ -9,7 +9,7 @@ import asyncio
 import json
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from copy import deepcopy
 from typing import Any
 
@@ -17,7 +17,9 @@ from pipeline.config.settings import RolloutSettings
 from pipeline.data.rng import stream_key
 from pipeline.data.rows import messages_problem, with_usual_messages
 from pipeline.data.tasks import Message, Task
+from pipeline.environments.discovery import schemas_problem
 from pipeline.environments.own_loops import Play
+from pipeline.files.untrusted import is_plain
 from pipeline.rollout.trajectory import Conversation, Policy, StopReason, Trajectory
 
 REPLIES = ("user", "tool")  # roles of messages with which a conversation goes on
@@ -39,12 +41,23 @@ class LoopPolicy:
     """The policy that a user's loop asks for messages; one object per episode.
 
     `first` is the trajectory of the episode, whose `further` gets the sequences of all
-    conversations but the first.
+    conversations but the first. `wake` is called when a message is asked for, and `show` is shown
+    each message of all conversations.
     """
 
     def __init__(
-        self, policy: Policy, limits: RolloutSettings, first: Trajectory, key: int, greedy: bool
+        self,
+        policy: Policy,
+        limits: RolloutSettings,
+        first: Trajectory,
+        key: int,
+        greedy: bool,
+        *,
+        wake: Callable[[], None],
+        show: Callable[[list[Message]], None],
     ) -> None:
+        self._wake = wake
+        self._show = show
         self._policy = policy
         self._limits = limits
         self._first = first
@@ -89,18 +102,25 @@ class LoopPolicy:
         of all conversations together.
         """
         given = with_usual_messages(deepcopy(list(messages)))
-        if problem := messages_problem(given):
+        schemas = deepcopy(list(tools or ()))
+        if problem := messages_problem(given) or schemas_problem(schemas):
             raise ValueError(f"policy.message: {problem}")
-        if self._is_over:
-            raise EpisodeOver(StopReason.COMPLETED)
+        if not is_plain([given, schemas]):
+            raise ValueError(
+                "policy.message: it holds what JSON cannot, such as NaN or half a character"
+            )
+        await asyncio.sleep(0)  # messages that are asked for at once come together
+        if self._is_over or self.end is not None:  # this is no message that the loop waits for
+            raise EpisodeOver(self.end or StopReason.COMPLETED)
         given = [{key: message[key] for key in KEYS if key in message} for message in given]
         self._num_asked += 1
         try:
-            await asyncio.sleep(0)  # messages that are asked for at once come together
-            asked = asyncio.run_coroutine_threadsafe(self._next(given, list(tools)), self._main)
-            return await asyncio.wrap_future(asked)
-        finally:
+            await asyncio.sleep(0)
+            asked = asyncio.run_coroutine_threadsafe(self._next(given, schemas), self._main)
+            message = await asyncio.wrap_future(asked)
             self._since = time.monotonic()
+            return message
+        finally:
             self._num_answered += 1
 
     async def _next(self, messages: list[Message], tools: list[dict[str, Any]]) -> Message:
@@ -112,10 +132,12 @@ class LoopPolicy:
             raise EpisodeOver(self.end)
         self._num_messages += 1
         conversation = self._conversation_of(messages, tools)
+        self._wake()
         said = await self._policy.message(conversation)
         if said is None:
             self.end = StopReason.MAX_TOKENS
             raise EpisodeOver(self.end)
+        self._show(conversation.trajectory.messages[-1:])
         self._first.num_malformed_calls += bool(said.parsed.malformed)
         self.is_cut = not said.finished
         message = {k: v for k, v in said.parsed.message().items() if k in KEYS}
@@ -133,6 +155,7 @@ class LoopPolicy:
             if goes_on and new and all(message["role"] in REPLIES for message in new):
                 del self._known[conversation]  # until its next message is there
                 conversation.trajectory.messages += new
+                self._show(new)
                 return conversation
         # The key must not depend on the order in which conversations that run at once begin.
         start = json.dumps([messages, tools], sort_keys=True)
@@ -143,6 +166,7 @@ class LoopPolicy:
             trajectory = Trajectory(domain=self._first.domain, task_id=self._first.task_id)
             self._first.further.append(trajectory)
         trajectory.messages = list(messages)
+        self._show(trajectory.messages)
         conversation = Conversation(
             trajectory=trajectory,
             schemas=tools,
@@ -164,5 +188,6 @@ async def play(loop: Play, policy: LoopPolicy, task: Task) -> Any:
     """Let a loop play; return the reward, which is 0 if the loop does not catch EpisodeOver."""
     try:
         return await loop(policy, task)
-    except EpisodeOver:
-        return 0.0
+    except* EpisodeOver:  # also in a group, as a TaskGroup raises it
+        pass
+    return 0.0

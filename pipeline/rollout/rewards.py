@@ -21,6 +21,7 @@ from pipeline.data.tasks import Message, Task
 from pipeline.environments.calls import Calls, awaited, run
 from pipeline.environments.domains import imported
 from pipeline.environments.faults import EnvironmentFault, FaultLog, describe, only_faults
+from pipeline.environments.own_loops import OWN_LOOP
 from pipeline.environments.random_state import RandomState
 from pipeline.environments.tools import MAX_REWARD, as_number, writable
 from pipeline.errors import UserError
@@ -212,6 +213,8 @@ class RewardFunctions:
                 kind = type(completion.environment)
                 has_own = hasattr(kind, "get_reward")
                 trajectory.rewards = {kind.__name__: trajectory.reward} if has_own else {}
+            if hasattr(type(group[0].environment), OWN_LOOP):
+                continue  # a loop returns the reward, and no one conversation is the completion
             columns = [*columns_of(group[0].task), *self._judge]
             calls += [_Call(f, group) for f in self.functions if not f.missing(columns)]
         await self._make(calls, faults or FaultLog())

@@ -2,7 +2,8 @@
 
 import pytest
 
-from pipeline.files.untrusted import masked
+from pipeline.files import untrusted
+from pipeline.files.untrusted import keep_secret, masked
 
 
 @pytest.mark.parametrize(
@@ -29,4 +30,24 @@ from pipeline.files.untrusted import masked
     ],
 )
 def test_a_secret_is_masked(text, after):
+    assert masked(text) == after
+
+
+SECRET = "my-secret-key-12345abcDEF"
+
+
+@pytest.mark.parametrize(
+    ("text", "after"),
+    [
+        ("key " + "".join(f"\\u{ord(c):04x}" for c in SECRET) + " is wrong", "key *** is wrong"),
+        ("key " + "".join(f"%{ord(c):02X}" for c in SECRET) + " is wrong", "key *** is wrong"),
+        (f"key {SECRET[:16]}... is wrong", "key *** is wrong"),
+        (f'"{SECRET[:20]}" and more', '"***" and more'),
+        ("the price is 10%20off \\u0041", "the price is 10%20off \\u0041"),
+        ("my-secret-", "***"),
+    ],
+)
+def test_a_kept_secret_is_masked_escaped_or_cut_off(text, after, monkeypatch):
+    monkeypatch.setattr(untrusted, "_secrets", set())
+    keep_secret(SECRET)
     assert masked(text) == after

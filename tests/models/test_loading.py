@@ -439,6 +439,15 @@ def test_the_settings_choose_the_kernels_and_not_the_folder(tmp_path, name, valu
         assert (model.config.output_attentions, model.config.return_dict) == (False, True)
 
 
+def test_a_number_in_the_configuration_cannot_take_all_memory(tmp_path):
+    small_model(1).save_pretrained(tmp_path)
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "num_labels": 50_000_000}))
+    settings = ModelSettings(model=str(tmp_path))
+    with pytest.raises(UserError, match=r"^model: its config.json takes more than .* mend it, or"):
+        empty_model(Config(model=settings))
+
+
 def test_the_tiny_model_has_the_attention_that_is_set():
     settings = ModelSettings(attn_implementation="eager")
     assert load_model(settings, tokenizer(), 0).config._attn_implementation == "eager"

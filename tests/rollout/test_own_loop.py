@@ -1,9 +1,11 @@
 """A loop of the user's plays an episode: what it asks for is sampled and trained."""
 
 import asyncio
+import gc
 import json
 import threading
 import time
+from contextlib import suppress
 
 import pytest
 
@@ -11,10 +13,13 @@ from pipeline.config.settings import DataSettings, RolloutSettings
 from pipeline.environments import load_domains
 from pipeline.environments.faults import Outage
 from pipeline.environments.own_loops import environment_of
+from pipeline.errors import UserError
 from pipeline.rollout.own_loop import EpisodeOver
+from pipeline.rollout.rewards import RewardFunction, RewardFunctions
 from pipeline.rollout.rollout import Rollout, RolloutRequest, SamplerPolicy
 from pipeline.rollout.trajectory import StopReason
 from tests.support.helpers import ScriptedSampler, call, chat, make_task, say
+from tests.support.messages import says
 
 LIMITS = RolloutSettings(max_turns=4, max_tokens_per_turn=100, max_tokens=400, call_timeout=60)
 SHORT_S = 0.3
@@ -202,6 +207,53 @@ def test_a_message_that_is_cut_off_says_so_and_a_full_conversation_ends():
     assert len(episode.sequences) == 3
 
 
+@pytest.mark.parametrize("in_group", [False, True])
+def test_a_loop_that_goes_on_asking_when_it_is_over_has_the_deadline_of_a_call(in_group):
+    async def asks_for_ever(policy, task):
+        while True:
+            with suppress(Exception):
+                await policy.message([user("more")])
+
+    async def loop(policy, task):
+        if not in_group:
+            return await asks_for_ever(policy, task)
+        async with asyncio.TaskGroup() as tasks:
+            for _ in range(9):
+                tasks.create_task(policy.message([user("more")]))
+
+    (episode,) = play(loop, *[[say("x")]] * 4, call_timeout=SHORT_S)
+    if in_group:  # a group of EpisodeOver, which nobody catches
+        assert (episode.stop_reason, episode.error) == (StopReason.MAX_TURNS, "")
+    else:
+        assert episode.error == f"CallTimeout: loop took more than {SHORT_S} s"
+        assert episode.num_turns == 4
+    assert (episode.reward, episode.left_out) == (0.0, "")
+
+
+def test_a_message_is_sampled_as_soon_as_it_is_asked_for(monkeypatch):
+    monkeypatch.setattr("pipeline.rollout.rollout.TICK_S", 600)  # of waiting without news
+
+    async def loop(policy, task):
+        for number in range(3):
+            await asyncio.sleep(0.01)
+            await policy.message([user(str(number))])
+        return 1.0
+
+    for deterministic in (False, True):
+        scripts = [[say("x")]] * 6
+        episodes = play(loop, *scripts, trials=2, deterministic=deterministic)
+        assert [episode.reward for episode in episodes] == [1.0, 1.0]
+
+
+def test_a_late_loop_leaves_no_exception_behind(caplog):
+    async def loop(policy, task):
+        await asyncio.sleep(60)
+
+    (episode,) = play(loop, call_timeout=SHORT_S)
+    gc.collect()
+    assert episode.error.startswith("CallTimeout") and caplog.text == ""
+
+
 @pytest.mark.parametrize("blocks", [False, True], ids=["waits", "blocks"])
 def test_a_loop_has_the_deadline_of_a_call_between_messages(blocks, monkeypatch):
     monkeypatch.setattr("pipeline.environments.calls.GRACE_S", 0.1)
@@ -273,11 +325,17 @@ def test_a_reward_that_is_no_number_is_the_loops_fault(returned):
 
 
 @pytest.mark.parametrize(
-    "messages", [[], [{"role": "nobody", "content": "x"}], [{"role": "user"}], "hello", [None]]
+    ("messages", "tools"),
+    [
+        *(([], ()), ([{"role": "nobody", "content": "x"}], ()), ([{"role": "user"}], ())),
+        *(("hello", ()), ([None], ()), ([{"role": "user", "content": "half \ud800"}], ())),
+        *(([user("x")], [{}]), ([user("x")], LOOK), ([user("x")], [LOOK, LOOK])),
+        ([user("x")], [{"function": {"name": "f", "parameters": {"properties": []}}}]),
+    ],
 )
-def test_messages_that_are_none_are_shown_with_the_loops_line(messages):
+def test_messages_and_tools_that_are_none_are_shown_with_the_loops_line(messages, tools):
     async def loop(policy, task):
-        await policy.message(messages)
+        await policy.message(messages, tools)
         return 1.0
 
     (episode,) = play(loop)
@@ -311,6 +369,39 @@ def test_a_task_that_outlives_its_episode_gets_no_message():
     assert found[1:] == [EpisodeOver]
 
 
+def test_reward_functions_are_not_called_for_a_loop():
+    def never(completions, **columns):
+        raise AssertionError("the loop returns the reward")
+
+    async def loop(policy, task):
+        await policy.message([user("first")], None)
+        return 0.5
+
+    rewards = RewardFunctions([RewardFunction("never", never)], 5.0)
+    policy = SamplerPolicy(Sampler([[say("x")]]), chat(), LIMITS)
+    environments = {"desk": environment_of(loop)}
+    rollout = Rollout(policy, chat(), environments, LIMITS, rewards=rewards)
+    (episode,) = rollout([RolloutRequest(task=make_task(), trial=0, key=0)])
+    assert (episode.reward, episode.rewards, episode.left_out) == (0.5, {"loop": 0.5}, "")
+
+
+def test_what_is_watched_are_the_messages_of_all_conversations():
+    async def loop(policy, task):
+        messages = [user("one")]
+        messages.append(await policy.message(messages))
+        await policy.message([*messages, user("two")])
+        await policy.message([user("three")])
+        return 1.0
+
+    seen = []
+    policy = SamplerPolicy(Sampler([[say("a"), say("b")], [say("c")]]), chat(), LIMITS)
+    environments = {"desk": environment_of(loop)}
+    watch = lambda environment, messages: seen.extend(m["content"] for m in messages)  # noqa: E731
+    rollout = Rollout(policy, chat(), environments, LIMITS, watch=watch)
+    rollout([RolloutRequest(task=make_task(), trial=0, key=0)])
+    assert seen == ["one", "a", "two", "b", "three", "c"]
+
+
 # Domains
 
 
@@ -328,3 +419,24 @@ def test_a_coroutine_function_is_a_domain(tmp_path, monkeypatch):
     rollout = Rollout(policy, chat(), {"desk": domain.environment}, LIMITS)
     (episode,) = rollout([RolloutRequest(task=make_task(), trial=0, key=0)])
     assert (episode.reward, episode.messages[0]["content"]) == (1.0, "long")
+
+
+@pytest.mark.parametrize(
+    ("definition", "words"),
+    [
+        ("async def play(): return 1.0", ["cannot be called with (policy, task)"]),
+        ("async def play(policy, *, task): return 1.0", ["cannot be called with (policy, task)"]),
+        ("def play(policy, task): return 1.0", ["async def play(policy, task)"]),
+        ("async def play(policy, task): yield 1.0", ["async def play(policy, task)"]),
+    ],
+)
+def test_a_loop_of_another_form_is_refused_with_the_right_one(
+    definition, words, tmp_path, monkeypatch
+):
+    name = f"loop_{abs(hash(definition))}"
+    (tmp_path / f"{name}.py").write_text(definition + "\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    data = DataSettings(domains=["desk"], environments={"desk": f"{name}:play"})
+    with pytest.raises(UserError) as caught:
+        load_domains(data)
+    says(str(caught.value), "async def play(policy, task)", *words)

@@ -21,7 +21,8 @@ class ChatServer(ThreadingHTTPServer):
     """Answers with `answer(body)`, a text or a message.
 
     A first entry of `faults` is used up instead: a status, a pair of a status and Retry-After, a
-    text as the body, "drop" to close the connection, or an Event to wait for. `paid` counts the
+    text as the body, "drop" to close the connection, "gzip" for a body that is not what its header
+    says, or an Event to wait for. `paid` counts the
     requests that got a message, by their body.
     """
 
@@ -86,6 +87,13 @@ class Handler(BaseHTTPRequestHandler):
             fault.wait(10)
         elif fault == "drop":
             self.close_connection = True
+            return
+        elif fault == "gzip":
+            self.send_response(200)
+            self.send_header("Content-Encoding", "gzip")
+            self.send_header("Content-Length", "5")
+            self.end_headers()
+            self.wfile.write(b"plain")
             return
         elif isinstance(fault, str):
             return self._send(fault)
