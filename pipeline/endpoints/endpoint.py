@@ -35,6 +35,7 @@ MAX_PAUSE_S = 20.0
 TOLD = 3  # failed attempts without a success between them, before a line says so
 QUIET_S = 60.0  # seconds in which the same line is not printed again
 MAX_REPLY = 8 << 20  # bytes of a reply, unpacked; a longer one is no message
+MAX_TOKENS = 10**12  # of a reply; a larger count is no count
 MAX_USELESS = 3  # answers of one call that hold no message; they are paid
 NOT_HERE = (401, 403, 404)  # statuses that no other conversation will change
 REPEATED = (408, 409, 425, 429)  # statuses below 500 that another attempt may change
@@ -298,9 +299,10 @@ async def _text_of(response: Any) -> str:
 def _read(text: str, as_written: bool) -> tuple[Message | None, int]:
     """Return the message of a response, or None for a useless one, and the number of tokens."""
     try:
-        response = parse_json(text)
-        tokens = (response.get("usage") or {}).get("total_tokens")
-        num_tokens = tokens if type(tokens) is int and tokens > 0 else 0
+        response = parse_json(text.removeprefix("\ufeff"))
+        usage = response.get("usage")
+        tokens = usage.get("total_tokens") if isinstance(usage, dict) else None
+        num_tokens = tokens if type(tokens) is int and 0 < tokens <= MAX_TOKENS else 0
     except (ValueError, AttributeError):
         return None, 0
     try:

@@ -66,11 +66,13 @@ def check_reward_functions(
                 notes.append(f"reward function {function.name} is not called for {name}: {given}")
         if not applying and not hasattr(domain.environment, "get_reward"):
             unscored.append(name)
-        for function in applying:
-            if lacking := function.missing([*columns_of(held_out[name][0]), *judge]):
-                where = f"held-out tasks of {name} have no {', '.join(lacking)}"
-                why = f"{function.name} needs what its training tasks have, but the {where}"
-                raise UserError(f"reward_funcs: {why}; add it to them")
+        for task in held_out[name]:
+            known = [*columns_of(task), *judge]
+            for function in applying:
+                if lacking := function.missing(known):
+                    where = f"held-out tasks of {name} have no {', '.join(lacking)}"
+                    why = f"{function.name} needs what its training tasks have, but the {where}"
+                    raise UserError(f"reward_funcs: {why} (task {shown(task.id)}); add it to them")
         for task in tasks[name][:NUM_TRIED]:
             _try([f for f in applying if not f.is_async], domain, task, config)
         is_single = config.data.factories[name].factory == SINGLE_TURN

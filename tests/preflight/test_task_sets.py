@@ -271,15 +271,18 @@ def test_a_mistake_is_told_in_one_line(found, function, data, words, place):
     says(refusal(lambda: prepared(lines(place / "own.jsonl", found), function, **data)), *words)
 
 
-def test_held_out_tasks_without_a_column_that_a_function_needs_are_refused(place):
-    """They would all score 0, as if the model had failed."""
-    held_out = lines(place / "held.jsonl", [{"prompt": f"{n} + 7"} for n in range(6)])
+@pytest.mark.parametrize("first", [0, 4], ids=["all", "some"])
+def test_held_out_tasks_without_a_column_that_a_function_needs_are_refused(place, first):
+    """They would score 0, as if the model had failed."""
+    held = [{"prompt": f"{n} + 7", "answer": str(n + 7)} for n in range(first)]
+    held += [{"prompt": f"{n} + 7"} for n in range(first, 6)]
+    held_out = lines(place / "held.jsonl", held)
     trained = lines(place / "own.jsonl", rows(9))
     message = refusal(lambda: prepared(trained, eval_tasks={"sums": held_out}))
     says(
         message, "reward_funcs: correct needs what its training tasks have, but the held-out tasks"
     )
-    says(message, "of sums have no answer; add it to them")
+    says(message, "of sums have no answer (task ", "); add it to them")
 
 
 JUDGE = {"judge_url": "http://x", "judge_model": "m"}
