@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from pipeline.data.rows import KEYS, TaskRow
 from pipeline.data.tasks import SCENARIO, Message, Task, columns_text
 
+LEAST = 3  # different tasks: to train, to validate, to hold out
 HELD_BACK_SHARE = 5  # at most a fifth of the rows is held out, and at most a fifth validates
 Numbers = NDArray[np.int64]
 
@@ -34,13 +35,18 @@ class Split:
 
 
 class Census:
-    """Collects of each row its content's hash, its family, and its prompt's characters."""
+    """Collects of each row its content's hash, its family, and its prompt's characters.
+
+    Rows with equal contents are one task. Where an environment makes the tasks from ids, as a game
+    does, all rows are alike: with fewer than LEAST contents, the ids tell tasks apart.
+    """
 
     def __init__(self, by_prompt: bool = False) -> None:
         """With `by_prompt`, rows are the same task if the model sees the same of them."""
         self.lengths = array("Q")
         self._by_prompt = by_prompt
         self._contents = array("Q")
+        self._ids = array("Q")  # their hashes
         self._families = array("Q")
         self._numbers: dict[str, int] = {}  # of families
 
@@ -52,6 +58,7 @@ class Census:
         else:
             content = content_of_row(row)
         self._contents.append(content)
+        self._ids.append(_hash(row["id"]))
         family = row.get("family", "")
         self._families.append(self._numbers.setdefault(family, len(self._numbers)))
 
@@ -60,8 +67,17 @@ class Census:
         return len(self._numbers) > 1
 
     @property
+    def is_by_id(self) -> bool:
+        """Whether the ids tell tasks apart, because the rows are alike."""
+        return not self._by_prompt and len(set(self._contents)) < LEAST
+
+    @property
     def num_different(self) -> int:
-        return len(set(self._contents))
+        return len(np.unique(self._hashes))
+
+    @property
+    def _hashes(self) -> NDArray[np.uint64]:
+        return np.frombuffer(self._ids if self.is_by_id else self._contents, dtype=np.uint64)
 
     def drawn(self, count: int) -> list[int]:
         """Draw up to `count` different rows, evenly over the families."""
@@ -81,7 +97,7 @@ class Census:
         held_out = order[places < caps][: min(num_held_out, most)]
         rest = order[(places < 2 * caps) & ~np.isin(order, held_out)]
         validation = rest[: min(num_validation, most)]
-        contents = np.frombuffer(self._contents, dtype=np.uint64)
+        contents = self._hashes
         drawn = np.concatenate([held_out, validation])
         is_free = ~np.isin(contents, contents[drawn])
         free = np.flatnonzero(is_free)
@@ -102,7 +118,7 @@ class Census:
         contents without copies come first. Families of fewer than HELD_BACK_SHARE rows count as
         one.
         """
-        contents = np.frombuffer(self._contents, dtype=np.uint64)
+        contents = self._hashes
         hashes, rows, copies = np.unique(contents, return_index=True, return_counts=True)
         families = np.frombuffer(self._families, dtype=np.uint64)[rows].astype(np.int64) + 1
         families[np.bincount(families)[families] < HELD_BACK_SHARE] = 0
@@ -120,7 +136,10 @@ def content_of(
 ) -> int:
     """Return 64 bits of the hash (BLAKE2b, RFC 7693) of what a task holds, without its names."""
     values = {name: value for name, value in (columns or {}).items() if value is not None}
-    text = json.dumps([[*prompt], json.loads(payload), values], sort_keys=True)
+    return _hash(json.dumps([[*prompt], json.loads(payload), values], sort_keys=True))
+
+
+def _hash(text: str) -> int:
     return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little")
 
 

@@ -201,6 +201,8 @@ def split_source(
     }
     told = [f"{number} {use}" for use, number in numbers.items() if number]
     how = "drawn by a hash of the task" + ", evenly over `family`" * census.has_families
+    if census.is_by_id:
+        how += "; the rows are alike, so tasks are told apart by the ids that `reset` gets"
     note = f"{name}: {len(rows)} tasks: {', '.join(told)}; {how}"
     return TaskSets(
         train=train,

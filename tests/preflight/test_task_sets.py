@@ -442,3 +442,22 @@ def test_a_recipes_shares_of_families_count_for_the_tasks_that_it_generates(plac
     assert not isinstance(own.train["airline"], TaskMixture)
     plain = prepare(parse(flags))
     assert plain.train["airline"].shares == {"bags": 0.25, "cancel": 0.25, "move": 0.5}
+
+
+def test_rows_that_are_alike_are_tasks_by_their_ids_where_an_environment_makes_them(place):
+    """As TRL's games have them: one prompt a thousand times, and a `reset` that draws."""
+    (place / "game.py").write_text(
+        "class Game:\n"
+        "    def reset(self, id, **row): self.number = id\n"
+        "    def get_reward(self): return 1.0\n"
+    )
+    alike = lines(place / "game.jsonl", [{"prompt": "Play."}] * 30)
+    data = {"domains": ["game"], "environments": {"game": "game:Game"}, "tasks": {"game": alike}}
+    config = Config.model_validate({"data": {**data, "eval_tasks_per_domain": 6}})
+    sets = task_sets(config, load_domains(config.data)["game"])
+    parts = [{task.id for task in part} for part in (sets.train, sets.validation, sets.held_out)]
+    assert len(set().union(*parts)) == sum(map(len, parts)) == 30
+    assert len(parts[2]) == 6
+    says(" ".join(sets.notes), "the rows are alike, so tasks are told apart by the ids")
+    told = refusal(lambda: prepared(lines(place / "sums.jsonl", rows(1) * 30)))
+    says(told, "holds 1 different tasks")  # without an environment, they are one question
