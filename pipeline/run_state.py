@@ -122,7 +122,7 @@ class RunState:
             config,
             accelerator,
             ranks,
-            make_sampler,
+            make_sampler=make_sampler,
             rewards=rewards,
             welcomes=customers.welcomes if customers else {},
             judge=self._judge.ask if self._judge else None,

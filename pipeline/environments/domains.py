@@ -38,7 +38,7 @@ from pipeline.environments.discovery import (
 )
 from pipeline.environments.experts import Expert, run_expert
 from pipeline.environments.faults import describe, only_faults
-from pipeline.environments.own_loops import environment_of
+from pipeline.environments.own_loops import OWN_LOOP, environment_of
 from pipeline.environments.random_state import RandomState
 from pipeline.environments.tools import writable
 from pipeline.errors import UserError
@@ -273,6 +273,9 @@ def refused(what: str, remedy: str = "mend it") -> Iterator[None]:
 def generated(data: DataSettings, domain: Domain, count: int, split: str) -> list[Task]:
     """Return the tasks of `generate_tasks`; raises UserError if the result is no list of tasks."""
     module = data.factories[domain.name].factory.partition(":")[0]
+    if domain.generate_tasks is None and hasattr(domain.environment, OWN_LOOP):
+        hint = f"give --tasks '{{{domain.name}: FILE}}', or generate_tasks beside the loop"
+        raise UserError(f"tasks of {domain.name}: none for its loop in {module}; {hint}")
     if domain.generate_tasks is None:
         return _self_sampled(domain.name, data.task_seed, count, split)
     arguments = (data.task_seed, count, split, data.difficulty)

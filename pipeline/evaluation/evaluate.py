@@ -28,6 +28,7 @@ def evaluate(
     num_trials: int,
     seed: int,
     ranks: Ranks,
+    *,
     greedy: bool = False,
     progress: Progress | None = None,
 ) -> tuple[list[RunRecord], list[Trajectory]]:

@@ -96,6 +96,7 @@ class Policy:
         config: Config,
         accelerator: Any,
         ranks: Ranks,
+        *,
         make_sampler: Callable[..., Sampler],
         **hooks: Any,
     ) -> None:

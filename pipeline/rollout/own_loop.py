@@ -109,13 +109,13 @@ class LoopPolicy:
             raise ValueError(
                 "policy.message: it holds what JSON cannot, such as NaN or half a character"
             )
-        await asyncio.sleep(0)  # messages that are asked for at once come together
         if self._is_over or self.end is not None:  # this is no message that the loop waits for
+            await asyncio.sleep(0)  # or a loop that asks on would block the event loop
             raise EpisodeOver(self.end or StopReason.COMPLETED)
         given = [{key: message[key] for key in KEYS if key in message} for message in given]
         self._num_asked += 1
         try:
-            await asyncio.sleep(0)
+            await asyncio.sleep(0)  # messages that are asked for at once come together
             asked = asyncio.run_coroutine_threadsafe(self._next(given, schemas), self._main)
             message = await asyncio.wrap_future(asked)
             self._since = time.monotonic()

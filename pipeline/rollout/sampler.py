@@ -1,6 +1,7 @@
 """The interface of samplers, and the choice of a sampler for a model."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -99,24 +100,16 @@ def make_sampler(
     if stops and is_main:
         also = ", ".join(map(shown, chat.tokenizer.convert_ids_to_tokens(stops)))
         print(f"messages end at {chat.end_of_turn}, and by the model's files at {also}", flush=True)
-    if why is None:
-        return row_sampler(
-            model,
-            chat.end_of_turn_id,
-            settings.temperature,
-            dtype,
-            settings.top_k,
-            settings.top_p,
-            other_stops=stops,
-            max_tokens=settings.max_tokens,
-        )
-    if is_main:
+    make: Callable[..., Sampler] = partial(row_sampler, max_tokens=settings.max_tokens)
+    if why is not None:
+        make = GenerateSampler
+    if why is not None and is_main:
         print(
             f"warning: {type(plain).__name__} is sampled through generate, every message from the "
             f"start again, which is slower than one cache over all turns; {why}",
             flush=True,
         )
-    return GenerateSampler(
+    return make(
         model,
         chat.end_of_turn_id,
         settings.temperature,

@@ -89,7 +89,7 @@ def play(guard, use_peft):
     with fake_gpu(guard, token=tag, end=chat().end_of_turn_id) as gpu:
         accelerator = SimpleNamespace(device=DEVICE, autocast=lambda: torch.autocast("cuda", BF16))
         given = chat(), environments_of(embedded(*names)), config, accelerator, Ranks(0, 1, 60)
-        policy = Policy(qwen(shape, use_peft), *given, make_sampler)
+        policy = Policy(qwen(shape, use_peft), *given, make_sampler=make_sampler)
         policy.give_weights()
         held = gpu.allocated
         played = policy.rollout(asked)

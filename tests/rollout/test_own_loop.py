@@ -11,6 +11,8 @@ import pytest
 
 from pipeline.config.settings import DataSettings, RolloutSettings
 from pipeline.environments import load_domains
+from pipeline.environments.calls import settled
+from pipeline.environments.domains import generated
 from pipeline.environments.faults import Outage
 from pipeline.environments.own_loops import environment_of
 from pipeline.errors import UserError
@@ -250,6 +252,7 @@ def test_a_late_loop_leaves_no_exception_behind(caplog):
         await asyncio.sleep(60)
 
     (episode,) = play(loop, call_timeout=SHORT_S)
+    settled(asyncio.sleep(0.05))  # until the cancelled task has ended
     gc.collect()
     assert episode.error.startswith("CallTimeout") and caplog.text == ""
 
@@ -440,3 +443,11 @@ def test_a_loop_of_another_form_is_refused_with_the_right_one(
     with pytest.raises(UserError) as caught:
         load_domains(data)
     says(str(caught.value), "async def play(policy, task)", *words)
+
+
+def test_a_loop_without_tasks_is_refused(tmp_path, monkeypatch):
+    (tmp_path / "idle.py").write_text("async def play(policy, task): return 1.0\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    data = DataSettings(domains=["desk"], environments={"desk": "idle:play"})
+    with pytest.raises(UserError, match=r"^tasks of desk: none for its loop in idle; give --tasks"):
+        generated(data, load_domains(data)["desk"], 3, "train")
