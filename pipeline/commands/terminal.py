@@ -169,7 +169,7 @@ class Terminal:
                     tell("customer", message["content"])
             else:
                 calls = [_call(call["function"]) for call in message.get("tool_calls") or ()]
-                name = "agent" if role == "assistant" else "tool"
+                name = {"assistant": "agent", "system": "rules"}.get(role, "tool")
                 tell(name, [*filter(None, [message["content"]]), *calls] or [""])
 
     def reply(self, environment: Any, message: str) -> Any:
