@@ -114,7 +114,7 @@ def _run(argv: list[str], entry: Path | None, hooks: dict[str, Any]) -> int:
             from pipeline.tracking.log import check_trackers
 
         check_trackers(config)
-        return check(config)
+        return check(config, measures=True)
     refuse_placeholders(config)
     # Rank 0 of several machines checks this when all ranks have met, so that all end.
     is_alone = os.environ.get("WORLD_SIZE") == os.environ.get("LOCAL_WORLD_SIZE")

@@ -28,7 +28,7 @@ from pipeline.distributed.ranks import Ranks
 from pipeline.distributed.watchdog import Watchdog
 from pipeline.environments.tools import tool_schemas
 from pipeline.errors import UserError
-from pipeline.evaluation.baselines import baselines
+from pipeline.evaluation.baselines import baselines as play_baselines
 from pipeline.evaluation.dead_domains import DeadDomains
 from pipeline.evaluation.error_rates import ErrorRates, stop_on_errors
 from pipeline.evaluation.evaluate import (
@@ -80,6 +80,8 @@ class RunState:
         self.accelerator = accelerator
         self.ranks = ranks
         self.watchdog = watchdog
+
+        # All ranks agree on the folder and on what the run is made of, before anything is written.
         config = share_folder(config, ranks)
         assert config.run.output_dir is not None, "share_folder names the run folder"
         self.config = config
@@ -91,6 +93,8 @@ class RunState:
         opened, resumed = open_together(config, ranks, tokenizer, about, made_of)
         watchdog.can_resume = resumed is not None
         watchdog.not_for_children += [opened.lock] if opened else []
+
+        # The weights, and the state of a checkpoint, which must be of the same run.
         self._saved_state, model = load_start(config, tokenizer, resumed, accelerator.device)
         refuse_other_weights(model, ranks)
         refuse_other_facts(self._saved_state, about, config.run.override)
@@ -111,6 +115,8 @@ class RunState:
         self.state.config = config.model_dump(mode="json")
         self.state.about = about
         self.state.made_of = {**self.state.made_of, **made_of}
+
+        # The policy, with what scores and answers its messages.
         domains = self.parts.domains
         rewards = load_reward_functions(config, ranks.progress)
         customers = customers_of(config, self.folder, domains, self.parts.held_out, ranks)
@@ -133,10 +139,12 @@ class RunState:
         prompt = self.parts.prompt_ids(first, self.parts.longest[first][0])
         self.policy.check_agreement(prompt)
         self.policy.sampling.most = self.parts.episodes_at_once
-        self._logged("")  # tells reward functions the number of steps
+        self.logged("")  # tells reward functions the number of steps
         self._taken = set[str]()  # names of `log_metric` that have been warned of
         self.language_models = [customers.model] if customers else []
         self.language_models += [self._judge] if self._judge else []
+
+        # The files of the run; only rank 0 has opened the folder.
         if opened is not None:
             evaluated = {evaluation["after"] for evaluation in self.state.evaluations}
             run_folder.begin(opened, config, self.state.step, evaluated)
@@ -169,17 +177,17 @@ class RunState:
         if self.ranks.is_main:
             print(text, flush=True)
 
-    def _logged(self, prefix: str) -> dict[str, float]:
+    def logged(self, prefix: str) -> dict[str, float]:
         """Return the metrics that reward functions have logged since the last call."""
         rewards = self.policy.rollout.rewards
         return logged_by_reward_functions(rewards, self.ranks, self.state, prefix)
 
-    def _with_logged(self, prefix: str, own: Mapping[str, Any]) -> dict[str, Any]:
+    def with_logged(self, prefix: str, own: Mapping[str, Any]) -> dict[str, Any]:
         """Return a line of metrics with those that reward functions have logged beside `own`.
 
         A value under a name of `own` is left out, with a warning at the first time.
         """
-        logged = self._logged(prefix)
+        logged = self.logged(prefix)
         for name in sorted((logged.keys() & own.keys()) - self._taken):
             self._taken.add(name)
             why = "which is the pipeline's, so what a reward function logs there is left out"
@@ -217,12 +225,12 @@ class RunState:
         entry = {"after": after, "step": self.state.step, "success": found}
         self.state.evaluations.append(entry)
         keys = {"kind": "eval", "after": after, "stage": self.state.stage, "step": self.state.step}
-        self.log.metrics(self._with_logged("eval/", {**keys, **evaluation_metrics(found)}))
+        self.log.metrics(self.with_logged("eval/", {**keys, **evaluation_metrics(found)}))
         self.log.timings({**keys, "perf/evaluation_s": time.perf_counter() - begun})
-        self._save_transcripts(f"evaluation-{after}", trajectories)
+        self.save_transcripts(f"evaluation-{after}", trajectories)
         self.say(f"evaluation after {after}: success sampled  {in_words(found)}")
         if self.ranks.is_main:
-            self._write_results(is_final=False)
+            self.write_results(is_final=False)
 
     def check_language_models(self) -> None:
         """End the run on all ranks, after a checkpoint, if customers or judge cannot go on."""
@@ -242,7 +250,7 @@ class RunState:
         keys = {"kind": "checkpoint", "stage": self.state.stage, "step": self.state.step}
         self.log.timings({**keys, "perf/checkpoint_s": seconds})
 
-    def _save_transcripts(
+    def save_transcripts(
         self, name: str, episodes: Sequence[Trajectory], advantages: Sequence[float] | None = None
     ) -> None:
         self._on_batch(self, name, episodes)
@@ -253,7 +261,7 @@ class RunState:
         self.checkpointer.unsynced.append(path)
 
     @cached_property
-    def _baselines(self) -> dict[str, dict[str, float]]:
+    def baselines(self) -> dict[str, dict[str, float]]:
         """The results of the baselines, which do not depend on the model.
 
         Reward functions score a model's answers, so with reward functions there are no baselines.
@@ -263,9 +271,9 @@ class RunState:
         parts = self.parts
         timeout = self.config.rollout.call_timeout
         judge = self._judge.ask if self._judge else None
-        return baselines(parts.domains, parts.held_out, timeout, judge)
+        return play_baselines(parts.domains, parts.held_out, timeout, judge)
 
-    def _write_results(self, is_final: bool = True) -> None:
+    def write_results(self, is_final: bool = True) -> None:
         """Write `results.json`; only the final file has the transfer metrics."""
         updater = {} if self.policy.updater is None else self.policy.updater.state_dict()
         faults = {"skipped_steps": updater.get("num_skipped_steps")}
@@ -274,7 +282,7 @@ class RunState:
         with may_fail("results.json", again):
             environments = self.parts.environments
             facts = {
-                "baselines": self._baselines,
+                "baselines": self.baselines,
                 "num_ranks": self.ranks.num_ranks,
                 "faults": {name: count for name, count in faults.items() if count},
                 "wall_s": self.checkpointer.wall_s,

@@ -39,7 +39,6 @@ ROOMS = (  # a room imports only rooms before it
     "export",
     "run_state",
     "before_grpo",
-    "trainer",
     "train",
     "run",
     "commands",

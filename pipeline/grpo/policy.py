@@ -168,6 +168,16 @@ class Policy:
             self._module = module.eval()
         return self._module
 
+    def module_to_train(self) -> TokenLogprobs:
+        """Return the module that an Updater trains."""
+        config = self._config
+        if config.grpo.gradient_checkpointing:
+            recompute_layers(self.model)
+        limits = config.rollout
+        trains_entropy = config.grpo.entropy_coef > 0
+        module = TokenLogprobs(self.model, limits.temperature, trains_entropy, limits.max_tokens)
+        return module.eval()  # without dropout
+
     def make_updater(
         self, checkpointer: Checkpointer, saved: Mapping[str, Any], stages: Sequence[Stage]
     ) -> Updater:
@@ -177,14 +187,7 @@ class Policy:
         chat = self.rollout.chat
         if config.model.use_peft and not has_adapters(self.model):
             self.attach(checkpointer)
-        if config.grpo.gradient_checkpointing:
-            recompute_layers(self.model)
-        module = TokenLogprobs(
-            self.model,
-            config.rollout.temperature,
-            config.grpo.entropy_coef > 0,
-            config.rollout.max_tokens,
-        ).eval()  # without dropout
+        module = self.module_to_train()
         load = partial(set_weights, self.model, config, chat.tokenizer)
         reference = None
         if config.grpo.beta > 0:

@@ -67,11 +67,12 @@ def refuse_lack_of_memory(memory: Memory) -> None:
         )
 
 
-def main(config: Config) -> int:
-    """Check a recipe and print its plan. Writes no files and loads no weights.
+def main(config: Config, *, measures: bool = False) -> int:
+    """Check a recipe and print its plan. Writes no files.
 
     Raises UserError for what a run would refuse. A recipe for more GPUs than this machine has is
-    a recipe for another machine, so memory and disk of this machine do not count.
+    a recipe for another machine, so memory and disk of this machine do not count. If `measures`,
+    the longest group is played where that is possible, which loads the weights.
     """
     check_folder(config)
     config, chosen = fitted(config)
@@ -97,6 +98,11 @@ def main(config: Config) -> int:
     if memory.is_here:
         refuse_full_disk(memory)
         refuse_lack_of_memory(memory)
+    if measures:
+        from pipeline.preflight.measure import measured  # whose imports take a second
+
+        for line in measured(memory, parts):
+            print(line, flush=True)
     return 0
 
 

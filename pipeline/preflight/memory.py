@@ -154,7 +154,7 @@ class Memory:
         if not config.grpo.use_grpo:
             return 0
         limits = config.rollout
-        longest = self._longest(config)
+        longest = self.longest(config)
         groups = -(-limits.tasks_per_step // self.num_ranks)
         if config.grpo.dynamic_sampling:  # A rank may get the groups of others.
             groups = limits.tasks_per_step
@@ -162,7 +162,7 @@ class Memory:
         budget = token_budget(config, self.model, memory)
         return max(longest, min(budget, groups * limits.num_generations * longest))
 
-    def _longest(self, config: Config) -> int:
+    def longest(self, config: Config) -> int:
         """Return the most tokens of an episode; with one message, these are prompt and turn."""
         limits = config.rollout
         data = config.data

@@ -22,7 +22,6 @@ from pipeline.rollout.sampler import make_sampler
 from pipeline.rollout.sequences import cumulative
 from pipeline.rollout.trajectory import Trajectory
 from pipeline.train import Training, main
-from pipeline.trainer import Trainer
 from scripts.proofs.ranks import play_ranks
 
 Place = tuple[str, int, str, str, int]  # stage or evaluation, step, domain, task, trial
@@ -104,7 +103,7 @@ class Unreported(Training):
 
     def finish(self) -> None:
         if self.ranks.is_main:
-            self._write_results()
+            self.write_results()
         self.ranks.barrier("end")
 
 
@@ -141,7 +140,7 @@ def _run_on_this_rank(
 ) -> Played:
     played, trainers = Played(), []
 
-    def keep(trainer: Trainer, name: str, trajectories: Sequence[Trajectory]) -> None:
+    def keep(trainer: Training, name: str, trajectories: Sequence[Trajectory]) -> None:
         trainers.append(trainer)
         for t in trajectories:
             ids = [i for i, mask in zip(t.completion_ids, t.loss_mask, strict=True) if mask]

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from pipeline.before_grpo import before_training
 from pipeline.config import variables
 from pipeline.config.cli import parse
 from pipeline.run import guarded, main
@@ -49,7 +50,7 @@ def metrics_of(folder: Path, variables: dict[str, str]) -> str:
     if "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE" in variables:  # torch is loaded, and reads it no more
         torch.set_float32_matmul_precision("high")
     run = start_unwatched(parse([*FLAGS, "--output-dir", str(folder)]))
-    run.before_training()
+    before_training(run)
     run.train()
     assert torch.get_float32_matmul_precision() == "highest"
     return (folder / "metrics.jsonl").read_text()

@@ -13,6 +13,7 @@ import torch
 from accelerate import Accelerator
 from safetensors.torch import load_file
 
+from pipeline.before_grpo import before_training
 from pipeline.config.cli import parse
 from pipeline.config.settings import Config, ModelSettings
 from pipeline.distributed.ranks import Ranks, parameter_hash
@@ -154,7 +155,7 @@ def play_run(folder, *flags):
     """A run from its start to its last checkpoint; the hash of its last reference."""
     run = start_run(folder, *flags)
     with run.log, contextlib.redirect_stdout(io.StringIO()):
-        run.before_training()
+        before_training(run)
         if run.config.grpo.use_grpo:
             run.train()
     for file in run.watchdog.not_for_children:  # as the watchdog does at the end

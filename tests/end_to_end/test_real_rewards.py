@@ -220,13 +220,13 @@ def test_baselines_are_played_once_and_only_the_last_results_have_transfer_numbe
 ) -> None:
     played: list[Any] = []
     monkeypatch.setattr(
-        run_state, "baselines", lambda *_: played.append("baselines") or {"lamp": {}}
+        run_state, "play_baselines", lambda *_: played.append("baselines") or {"lamp": {}}
     )
     monkeypatch.setattr(results, "summary", lambda runs: {"points": len(runs)})
     ranks, log = SimpleNamespace(is_main=True, num_ranks=1), SimpleNamespace()
     run = Finished(tmp_path, ranks, log)
     for is_final, transfer in ((False, {}), (False, {}), (True, {"points": 1})):
-        run._write_results(is_final)
+        run.write_results(is_final)
         written = read(tmp_path, "results.json")
         assert (written["baselines"], written["transfer"]) == ({"lamp": {}}, transfer)
     assert played == ["baselines"]

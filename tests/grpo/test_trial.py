@@ -13,7 +13,7 @@ from pipeline.grpo.token_logprobs import TokenLogprobs
 from pipeline.models import lora
 from pipeline.models.capabilities import attention_size
 from pipeline.preflight import check, memory
-from pipeline.rollout import kv_cache as row_cache
+from pipeline.rollout import row_sampler as row_cache
 from pipeline.rollout.sampler import make_sampler
 from tests.support.helpers import chat, tokenizer
 from tests.support.messages import says

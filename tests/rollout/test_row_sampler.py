@@ -9,8 +9,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from pipeline.models.weights import trained_weights
-from pipeline.rollout.kv_cache import attend
-from pipeline.rollout.row_sampler import RowSampler
+from pipeline.rollout.row_sampler import RowSampler, attend
 from pipeline.rollout.sequences import passes, shared_prefixes
 from scripts.proofs.grid import small_model
 

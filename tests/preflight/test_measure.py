@@ -1,0 +1,66 @@
+"""`--check` plays the longest group and does one update, and says what both took."""
+
+import re
+
+import pytest
+import torch
+
+from pipeline.config.cli import parse
+from pipeline.errors import UserError
+from pipeline.preflight import check, measure
+from tests.support.messages import says
+
+TINY = ["--domains", "airline", "--num-generations", "4", "--max-tokens", "96"]
+PEAK = r"  peak of its (rollout|update) +(\d+\.\d\d)   in \d+\.\d s"
+
+
+@pytest.mark.parametrize("flags", [(), ("--use-peft",), ("--beta", "0.1"), ("--no-grpo",)])
+def test_the_longest_group_is_played_and_trained(flags, capsys, monkeypatch):
+    groups = []
+    update = measure.Updater.update_policy
+
+    def seen(updater, group, *arguments, **options):
+        groups.append(group)
+        return update(updater, group, *arguments, **options)
+
+    monkeypatch.setattr(measure.Updater, "update_policy", seen)
+    assert check.main(parse([*TINY, *flags]), measures=True) == 0
+    said = capsys.readouterr().out
+    assert "\nsampler and trainer compute the same log-probabilities\n" in said
+    assert "for a group of 4 episodes of 96 tokens\n" in said
+    peaks = re.findall(PEAK, said)
+    trains = "--no-grpo" not in flags
+    assert [name for name, _ in peaks] == ["rollout", "update"][: 1 + trains]
+    assert all(0.2 < float(size) < 20 for _, size in peaks)  # in GiB, with Python and libraries
+    assert len(groups) == trains
+    for group in groups:
+        longest = [t.num_tokens for t in group]
+        assert len(group) == 4 and max(longest) == 96 and min(longest) > 96 - measure.LAST
+        assert len({tuple(t.ids) for t in group}) == 4
+        assert all(all(t.loss_mask) for t in group)
+
+
+@pytest.mark.parametrize(
+    ("flags", "variables", "why"),
+    [
+        ((), {"RANK": "0"}, "a launcher has started this process"),
+        (("--num-gpus", "64"), {}, "the recipe is for another machine"),
+        (("--model", "Qwen/Qwen3-0.6B"), {}, "the weights of Qwen/Qwen3-0.6B are not on this"),
+    ],
+)
+def test_what_cannot_be_measured_says_why(flags, variables, why, monkeypatch):
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    memory = measure.Memory(parse([*TINY, *flags]))
+    (line,) = measure.measured(memory, parts=None)
+    assert line.startswith(f"not measured: {why}")
+
+
+def test_a_group_that_does_not_fit_is_refused_in_one_line(monkeypatch, capsys):
+    def fails(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+    monkeypatch.setattr(measure, "play_longest", fails)
+    with pytest.raises(UserError) as caught:
+        check.main(parse(TINY), measures=True)
+    says(str(caught.value), "memory: a group of 4 episodes of 96 tokens", "lower max_tokens")
