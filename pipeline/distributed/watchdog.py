@@ -163,7 +163,8 @@ class Watchdog:
         self._post_heartbeat()
         lost = isinstance(error, CollectiveError) or any(t in str(error) for t in LOST_CONNECTION)
         if self._ranks.stop_wanted and lost:  # the stop signal has also ended other ranks
-            raise ToldElsewhere("stop") from error
+            kind = "stop" if self.can_resume else "stop before the first checkpoint"
+            raise ToldElsewhere(kind) from error
         if lost:  # another rank may find the reason
             self._lost_at = time.monotonic()
             while not self._fault and time.monotonic() < self._lost_at + LOOK_S + self._turn_s:
