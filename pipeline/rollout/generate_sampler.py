@@ -23,7 +23,7 @@ TOKENS_PER_BATCH = 1 << 17  # maximum number of tokens in a batch, padding inclu
 
 
 @dataclass(kw_only=True, eq=False)
-class GenerateEpisode:
+class GenerateConversation:
     """One conversation of a GenerateSampler."""
 
     key: int  # 64-bit key that selects the conversation's random numbers
@@ -45,40 +45,42 @@ class GenerateSampler(ModelSampler):
 
     def open(
         self, prompts: Sequence[list[int]], keys: Sequence[int], num_drawn: Sequence[int] = ()
-    ) -> list[GenerateEpisode]:
+    ) -> list[GenerateConversation]:
         lines = zip(prompts, keys, num_drawn or [0] * len(keys), strict=True)
-        return [GenerateEpisode(key=key, ids=list(ids), num_sampled=n) for ids, key, n in lines]
+        return [
+            GenerateConversation(key=key, ids=list(ids), num_sampled=n) for ids, key, n in lines
+        ]
 
-    def extend(self, episode: GenerateEpisode, ids: list[int]) -> None:
-        episode.ids += ids
+    def extend(self, conversation: GenerateConversation, ids: list[int]) -> None:
+        conversation.ids += ids
 
-    def close(self, episode: GenerateEpisode) -> None:
-        episode.ids = []
+    def close(self, conversation: GenerateConversation) -> None:
+        conversation.ids = []
 
     @torch.no_grad()
     def sample(
         self,
-        episodes: Sequence[GenerateEpisode],
+        conversations: Sequence[GenerateConversation],
         max_tokens: Sequence[int],
         greedy: bool = False,
         until: int | None = None,
     ) -> list[Sampled | None]:
         """See `Sampler.sample`. Every call completes all messages and ignores `until`."""
-        messages: list[Sampled | None] = [None] * len(episodes)
-        for batch in self._batches(episodes):
-            rows = [episodes[i] for i in batch]
+        messages: list[Sampled | None] = [None] * len(conversations)
+        for batch in self._batches(conversations):
+            rows = [conversations[i] for i in batch]
             sampled = self._generate(rows, [max_tokens[i] for i in batch], greedy)
             for i, message in zip(batch, sampled, strict=True):
                 messages[i] = message
-                episodes[i].ids += message.ids
-                episodes[i].num_sampled += len(message.ids)
+                conversations[i].ids += message.ids
+                conversations[i].num_sampled += len(message.ids)
         return messages
 
-    def _batches(self, episodes: Sequence[GenerateEpisode]) -> list[list[int]]:
-        """Group episodes of similar lengths into batches; return lists of the episodes' indices."""
-        lengths = [len(episode.ids) for episode in episodes]
+    def _batches(self, conversations: Sequence[GenerateConversation]) -> list[list[int]]:
+        """Group conversations of similar lengths; return the indices of each batch."""
+        lengths = [len(conversation.ids) for conversation in conversations]
         batches: list[list[int]] = []
-        for i in sorted(range(len(episodes)), key=lambda i: -lengths[i]):
+        for i in sorted(range(len(conversations)), key=lambda i: -lengths[i]):
             longest = lengths[batches[-1][0]] if batches else 0
             fits = batches and (len(batches[-1]) + 1) * longest <= TOKENS_PER_BATCH
             if fits and (self.pads or lengths[i] == longest):
@@ -88,7 +90,7 @@ class GenerateSampler(ModelSampler):
         return batches
 
     def _generate(
-        self, rows: Sequence[GenerateEpisode], limits: Sequence[int], greedy: bool
+        self, rows: Sequence[GenerateConversation], limits: Sequence[int], greedy: bool
     ) -> list[Sampled]:
         tokens_BT, mask_BT = (x.to(self.device) for x in padded([row.ids for row in rows]))
         keys, used = streams_of(rows)

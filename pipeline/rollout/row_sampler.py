@@ -178,11 +178,11 @@ class Slot:
 
     row: int
     length: int  # number of tokens that the row holds
-    members: list[RowEpisode] = field(default_factory=list)
+    members: list[RowConversation] = field(default_factory=list)
 
 
 @dataclass(kw_only=True, eq=False)
-class RowEpisode:
+class RowConversation:
     """One conversation of a RowSampler."""
 
     key: int  # 64-bit key that selects the conversation's random numbers
@@ -201,10 +201,10 @@ class RowEpisode:
         self.pending = ids[-1:]
 
 
-def members_of(slots: Sequence[Slot]) -> tuple[list[RowEpisode], NDArray[np.int64]]:
+def members_of(slots: Sequence[Slot]) -> tuple[list[RowConversation], NDArray[np.int64]]:
     """Return the conversations of the slots, and the index of each conversation's slot."""
     index = np.repeat(np.arange(len(slots)), [len(slot.members) for slot in slots])
-    return [episode for slot in slots for episode in slot.members], index
+    return [conversation for slot in slots for conversation in slot.members], index
 
 
 class RowSampler(ModelSampler):
@@ -231,7 +231,7 @@ class RowSampler(ModelSampler):
     @torch.no_grad()
     def open(
         self, prompts: Sequence[list[int]], keys: Sequence[int], num_drawn: Sequence[int] = ()
-    ) -> list[RowEpisode]:
+    ) -> list[RowConversation]:
         """See `Sampler.open`. The model computes each common prefix of the prompts once."""
         lines = list(zip(prompts, keys, num_drawn or [0] * len(keys), strict=True))
         if not self._slots:
@@ -244,28 +244,28 @@ class RowSampler(ModelSampler):
         # The last token of each prompt enters the cache only when `sample` is called.
         texts = [tuple(prompt[:-1]) for prompt in prompts]
         slots = {ids: self._new_slot(len(ids)) for ids in dict.fromkeys(texts)}
-        episodes = [
-            RowEpisode(key=key, pending=[prompt[-1]], slot=slots[ids], num_sampled=drawn)
+        conversations = [
+            RowConversation(key=key, pending=[prompt[-1]], slot=slots[ids], num_sampled=drawn)
             for ids, (prompt, key, drawn) in zip(texts, lines, strict=True)
         ]
-        for episode in episodes:
-            episode.slot.members.append(episode)
+        for conversation in conversations:
+            conversation.slot.members.append(conversation)
         try:
             self._prefill({ids: slot.row for ids, slot in slots.items() if ids})
         except BaseException:
-            for episode in episodes:
-                self.close(episode)
+            for conversation in conversations:
+                self.close(conversation)
             raise
-        return episodes
+        return conversations
 
-    def extend(self, episode: RowEpisode, ids: list[int]) -> None:
-        episode.pending += ids
+    def extend(self, conversation: RowConversation, ids: list[int]) -> None:
+        conversation.pending += ids
 
-    def close(self, episode: RowEpisode) -> None:
+    def close(self, conversation: RowConversation) -> None:
         """See `Sampler.close`. A row without conversations becomes free."""
-        episode.slot.members.remove(episode)
-        if not episode.slot.members:
-            del self._slots[episode.slot.row]
+        conversation.slot.members.remove(conversation)
+        if not conversation.slot.members:
+            del self._slots[conversation.slot.row]
         if not self._slots:
             self._copy.unpack()
         if not self._slots and (not self.shares_rows or self._cache.num_bytes > LARGE):
@@ -285,36 +285,38 @@ class RowSampler(ModelSampler):
     @torch.no_grad()
     def sample(
         self,
-        episodes: Sequence[RowEpisode],
+        conversations: Sequence[RowConversation],
         max_tokens: Sequence[int],
         greedy: bool = False,
         until: int | None = None,
     ) -> list[Sampled | None]:
         """See `Sampler.sample`."""
-        for episode, room in zip(episodes, max_tokens, strict=True):
-            episode.room = room
-        wanted = len(episodes) if until is None else min(until, len(episodes))
-        if fresh := [episode for episode in episodes if not episode.ids]:
+        for conversation, room in zip(conversations, max_tokens, strict=True):
+            conversation.room = room
+        wanted = len(conversations) if until is None else min(until, len(conversations))
+        if fresh := [conversation for conversation in conversations if not conversation.ids]:
             self._begin_messages(fresh, greedy)
         while True:
-            going = [episode for episode in episodes if not self._ended(episode)]
-            if len(episodes) - len(going) >= wanted:
-                return [self._message(e) if self._ended(e) else None for e in episodes]
-            self._decode(going, wanted - len(episodes) + len(going), greedy)
+            going = [
+                conversation for conversation in conversations if not self._ended(conversation)
+            ]
+            if len(conversations) - len(going) >= wanted:
+                return [self._message(e) if self._ended(e) else None for e in conversations]
+            self._decode(going, wanted - len(conversations) + len(going), greedy)
 
-    def _ended(self, episode: RowEpisode) -> bool:
-        ids = episode.ids
-        return bool(ids) and (ids[-1] in self.stop_ids or len(ids) >= episode.room)
+    def _ended(self, conversation: RowConversation) -> bool:
+        ids = conversation.ids
+        return bool(ids) and (ids[-1] in self.stop_ids or len(ids) >= conversation.room)
 
-    def _message(self, episode: RowEpisode) -> Sampled:
-        message = self.message(episode.ids, episode.logprobs)
-        episode.ids = []
-        episode.logprobs = []
+    def _message(self, conversation: RowConversation) -> Sampled:
+        message = self.message(conversation.ids, conversation.logprobs)
+        conversation.ids = []
+        conversation.logprobs = []
         return message
 
-    def _begin_messages(self, episodes: Sequence[RowEpisode], greedy: bool) -> None:
+    def _begin_messages(self, conversations: Sequence[RowConversation], greedy: bool) -> None:
         """Compute each conversation's pending tokens, and sample the first token of its message."""
-        slots = sorted(self._split(episodes), key=lambda slot: slot.row)
+        slots = sorted(self._split(conversations), key=lambda slot: slot.row)
         fed = [slot.members[0].pending for slot in slots]
         hidden = self._feed([slot.row for slot in slots], fed, [slot.length for slot in slots])
         for slot, ids in zip(slots, fed, strict=True):
@@ -325,18 +327,20 @@ class RowSampler(ModelSampler):
             logprobs_BV = logprobs_BV[torch.from_numpy(index).to(self.device)]
         sampled = self.sample_tokens(logprobs_BV, *streams_of(members), greedy)
         chosen = logprobs_BV.gather(-1, sampled[:, None])
-        for episode, token, values in zip(members, sampled.tolist(), chosen.tolist(), strict=True):
-            episode.append([token], values)
+        for conversation, token, values in zip(
+            members, sampled.tolist(), chosen.tolist(), strict=True
+        ):
+            conversation.append([token], values)
 
-    def _split(self, episodes: Sequence[RowEpisode]) -> list[Slot]:
-        """Separate conversations with different pending tokens; return the slots of `episodes`.
+    def _split(self, conversations: Sequence[RowConversation]) -> list[Slot]:
+        """Separate conversations with different pending tokens; return their slots.
 
         Conversations that leave a slot move to a copy of the slot's row.
         """
-        alike: dict[tuple[int, Ids], list[RowEpisode]] = {}
-        for episode in episodes:
-            fed = tuple(episode.pending) if self.shares_rows else (id(episode),)
-            alike.setdefault((id(episode.slot), fed), []).append(episode)
+        alike: dict[tuple[int, Ids], list[RowConversation]] = {}
+        for conversation in conversations:
+            fed = tuple(conversation.pending) if self.shares_rows else (id(conversation),)
+            alike.setdefault((id(conversation.slot), fed), []).append(conversation)
         slots = []
         source = []
         target = []
@@ -347,10 +351,12 @@ class RowSampler(ModelSampler):
                 old = slot
                 slot = self._new_slot(slot.length)
                 leaving = set(members)
-                old.members = [episode for episode in old.members if episode not in leaving]
+                old.members = [
+                    conversation for conversation in old.members if conversation not in leaving
+                ]
                 slot.members = members
-                for episode in members:
-                    episode.slot = slot
+                for conversation in members:
+                    conversation.slot = slot
                 source.append(old.row)
                 target.append(slot.row)
                 longest = max(longest, slot.length)
@@ -359,13 +365,13 @@ class RowSampler(ModelSampler):
             self._cache.copy_rows(source, target, longest)
         return slots
 
-    def _decode(self, episodes: Sequence[RowEpisode], wanted: int, greedy: bool) -> None:
+    def _decode(self, conversations: Sequence[RowConversation], wanted: int, greedy: bool) -> None:
         """Sample tokens until `wanted` messages are complete, or the batch must change.
 
         The batch must change if few rows of the batch are unfinished, or if the conversations of a
         row have sampled different tokens. Every conversation must have exactly one pending token.
         """
-        slots = self._compact_slots(self._split(episodes))
+        slots = self._compact_slots(self._split(conversations))
         members, index = members_of(slots)
         # Extra rows pad the batch to a multiple of ROWS; cached tokens of extra rows do not change.
         held = [0] * (-(-len(slots) // ROWS) * ROWS)
@@ -418,8 +424,8 @@ class RowSampler(ModelSampler):
             slot.length += length
         ids = torch.stack(sampled, 1).cpu().numpy()
         logprobs = torch.cat(chosen, 1).cpu().numpy()
-        for episode, length, *lines in zip(members, lengths, ids, logprobs, strict=True):
-            episode.append(*(line[:length].tolist() for line in lines))
+        for conversation, length, *lines in zip(members, lengths, ids, logprobs, strict=True):
+            conversation.append(*(line[:length].tolist() for line in lines))
 
     def _compact_slots(self, wanted: Sequence[Slot]) -> list[Slot]:
         """Move the slots `wanted` to the first rows; return these slots, sorted by row."""

@@ -57,12 +57,12 @@ class Sampler(Protocol):
         conversation open.
         """
 
-    def extend(self, episode: Handle, ids: list[int]) -> None:
+    def extend(self, conversation: Handle, ids: list[int]) -> None:
         """Append the tokens of a reply to a conversation whose last message is complete."""
 
     def sample(
         self,
-        episodes: Sequence[Handle],
+        conversations: Sequence[Handle],
         max_tokens: Sequence[int],
         greedy: bool = False,
         until: int | None = None,
@@ -75,7 +75,7 @@ class Sampler(Protocol):
         `greedy` selects the most likely tokens.
         """
 
-    def close(self, episode: Handle) -> None:
+    def close(self, conversation: Handle) -> None:
         """End a conversation, even if its message is incomplete; the handle becomes invalid."""
 
 

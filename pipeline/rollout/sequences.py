@@ -24,10 +24,10 @@ Keys = NDArray[np.uint64]  # keys of streams of random numbers
 Positions = NDArray[np.int64]  # positions in streams of random numbers
 
 
-def streams_of(episodes: Sequence[Any]) -> tuple[Keys, Positions]:
-    """Return each episode's key, and the number of random numbers that the episode has used."""
-    keys = np.array([episode.key for episode in episodes], dtype=np.uint64)
-    return keys, np.array([episode.num_sampled for episode in episodes])
+def streams_of(conversations: Sequence[Any]) -> tuple[Keys, Positions]:
+    """Return each conversation's key, and the number of random numbers that it has used."""
+    keys = np.array([conversation.key for conversation in conversations], dtype=np.uint64)
+    return keys, np.array([conversation.num_sampled for conversation in conversations])
 
 
 def passes(lengths: Sequence[int]) -> list[tuple[int, int]]:
