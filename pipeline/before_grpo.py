@@ -35,7 +35,7 @@ def before_training(run: RunState) -> None:
     if not config.grpo.use_grpo:
         return
     if config.model.use_peft and config.is_supervised:
-        run.policy.attach(run.checkpointer, run.checkpointer.resumed)
+        run.learner.attach(run.checkpointer, run.checkpointer.resumed)
     if config.warm_start.steps:
         if state.stage == "start":
             give_warm_start(run)
@@ -61,7 +61,7 @@ def play_agent(run: RunState, name: str) -> None:
     with closing(LanguageModel("agent", config, run.folder, ranks, as_written=True)) as model:
         given = config.evaluation.agent_temperature
         temperature = config.rollout.temperature if given is None else given
-        agent = agent_rollout(run.policy.rollout, model, temperature)
+        agent = agent_rollout(run.learner.rollout, model, temperature)
         tasks = [task for tasks in run.parts.held_out.values() for task in tasks]
         count = len(ranks.shard(len(tasks))) * (config.evaluation.eval_trials + 1)
         shown = episodes_of(f"agent {name}", count, ranks)
@@ -85,7 +85,7 @@ def give_warm_start(run: RunState) -> None:
     ranks = run.ranks
     with _supervised(run, "warm start", config.warm_start.steps) as on_step:
         examples = sft_examples(config, parts.chat, parts.domains, ranks.alive)
-        loss = fine_tune(config, run.accelerator, ranks, run.policy.model, examples, on_step)
+        loss = fine_tune(config, run.accelerator, ranks, run.learner.model, examples, on_step)
     keys = {"kind": "warm_start", "stage": "warm_start", "step": 0}
     run.log.timings({**keys, "perf/warm_start_s": time.perf_counter() - begun})
     run.log.metrics({**keys, "warm_start/loss": loss})
@@ -132,7 +132,7 @@ def _rft_round(run: RunState, number: int) -> None:
         entry["steps"] = config.warm_start.steps
         with _supervised(run, f"rft round {number}", entry["steps"]) as on_step:
             entry["loss"] = fine_tune(
-                config, run.accelerator, ranks, run.policy.model, examples, on_step
+                config, run.accelerator, ranks, run.learner.model, examples, on_step
             )
     run.say(in_words(entry))
     run.state.rft.append(entry)
@@ -151,7 +151,7 @@ def _supervised(run: RunState, name: str, num_steps: int) -> Iterator[Callable[[
 
 def _save_and_give(run: RunState, name: str) -> None:
     run.save(name)
-    run.policy.give_weights()
+    run.learner.give_weights()
 
 
 def training_tasks(run: RunState, count: int, part: int, *key: int | str) -> list[Task]:
@@ -173,7 +173,7 @@ def training_tasks(run: RunState, count: int, part: int, *key: int | str) -> lis
 def _play(run: RunState, tasks: Sequence[Task], name: str, *key: int | str) -> list[Trajectory]:
     """Return this rank's groups of episodes of `tasks`; `key` names the random numbers."""
     ranks = run.ranks
-    rollout = run.policy.rollout
+    rollout = run.learner.rollout
     size = run.config.rollout.num_generations
     mine = [tasks[index] for index in ranks.shard(len(tasks))]
     shown = episodes_of(name, len(mine) * size, ranks)

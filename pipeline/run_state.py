@@ -46,7 +46,7 @@ from pipeline.evaluation.results import write_results
 from pipeline.evaluation.start_report import StartReport
 from pipeline.files.console import may_fail
 from pipeline.files.durable import write_text
-from pipeline.grpo.policy import Policy
+from pipeline.grpo.learner import Learner
 from pipeline.preflight.check import validate
 from pipeline.rollout.rewards import load_reward_functions
 from pipeline.rollout.sampler import make_sampler
@@ -121,7 +121,7 @@ class RunState:
         rewards = load_reward_functions(config, ranks.progress)
         customers = customers_of(config, self.folder, domains, self.parts.held_out, ranks)
         self._judge = judge_of(config, self.folder, domains, ranks, rewards)
-        self.policy = Policy(
+        self.learner = Learner(
             model,
             self.parts.chat,
             self.parts.environments,
@@ -133,12 +133,12 @@ class RunState:
             welcomes=customers.welcomes if customers else {},
             judge=self._judge.ask if self._judge else None,
         )
-        if self.policy.note:
-            self.say(f"warning: {self.policy.note}")
+        if self.learner.note:
+            self.say(f"warning: {self.learner.note}")
         first = config.data.domains[0]
         prompt = self.parts.prompt_ids(first, self.parts.longest[first][0])
-        self.policy.check_agreement(prompt)
-        self.policy.sampling.most = self.parts.episodes_at_once
+        self.learner.check_agreement(prompt)
+        self.learner.sampling.max_episodes = self.parts.episodes_at_once
         self.logged("")  # tells reward functions the number of steps
         self._taken = set[str]()  # names of `log_metric` that have been warned of
         self.language_models = [customers.model] if customers else []
@@ -179,7 +179,7 @@ class RunState:
 
     def logged(self, prefix: str) -> dict[str, float]:
         """Return the metrics that reward functions have logged since the last call."""
-        rewards = self.policy.rollout.rewards
+        rewards = self.learner.rollout.rewards
         return logged_by_reward_functions(rewards, self.ranks, self.state, prefix)
 
     def with_logged(self, prefix: str, own: Mapping[str, Any]) -> dict[str, Any]:
@@ -200,7 +200,7 @@ class RunState:
         settings = self.config.evaluation
         trials = settings.eval_trials
         seed = self.config.run.seed
-        rollout = self.policy.rollout
+        rollout = self.learner.rollout
         tasks = [task for tasks in self.parts.held_out.values() for task in tasks]
         name = f"evaluation after {after}"
         share = len(self.ranks.shard(len(tasks)))
@@ -212,7 +212,7 @@ class RunState:
             greedy, _ = evaluate(
                 rollout, tasks, 1, seed, self.ranks, greedy=True, progress=progress
             )
-        is_trained = self.policy.updater is not None
+        is_trained = self.learner.updater is not None
         ends = failed_trials([*sampled, *greedy]) or unscored_trials([*sampled, *greedy])
         if ends and is_trained and not self.checkpointer.is_current:
             self.save(f"step-{self.state.step:06d}")  # a check below may end the run
@@ -236,16 +236,16 @@ class RunState:
         """End the run on all ranks, after a checkpoint, if customers or judge cannot go on."""
         if not (models := self.language_models) or not (why := end_of_run(models, self.ranks)):
             return
-        if self.policy.updater is not None and not self.checkpointer.is_current:
+        if self.learner.updater is not None and not self.checkpointer.is_current:
             self.save(f"step-{self.state.step:06d}")
         raise UserError(why)
 
     def save(self, name: str) -> None:
         """Write a checkpoint."""
-        updater = self.policy.updater
+        updater = self.learner.updater
         optimizer = None if updater is None else updater.optimizer
         with self.ranks.phase("checkpoint", self.state.stage, self.state.step):
-            seconds = self.checkpointer.save(name, self.policy.model, optimizer)
+            seconds = self.checkpointer.save(name, self.learner.model, optimizer)
         self.watchdog.can_resume = True
         keys = {"kind": "checkpoint", "stage": self.state.stage, "step": self.state.step}
         self.log.timings({**keys, "perf/checkpoint_s": seconds})
@@ -275,7 +275,7 @@ class RunState:
 
     def write_results(self, is_final: bool = True) -> None:
         """Write `results.json`; only the final file has the transfer metrics."""
-        updater = {} if self.policy.updater is None else self.policy.updater.state_dict()
+        updater = {} if self.learner.updater is None else self.learner.updater.state_dict()
         faults = {"skipped_steps": updater.get("num_skipped_steps")}
         faults["max_tokens_per_microbatch"] = updater.get("max_tokens_per_microbatch")
         again = f"--output-dir {self.folder} --resume-from-checkpoint latest writes them again"

@@ -102,11 +102,11 @@ class Training(RunState):
 
     def begin_grpo(self) -> Meter:
         """Make the Updater, and return a Meter that measures the training steps."""
-        policy = self.policy
-        self._updater = policy.make_updater(self.checkpointer, self._saved_state, self.stages)
+        learner = self.learner
+        self._updater = learner.make_updater(self.checkpointer, self._saved_state, self.stages)
         self.checkpointer.owners.append(self._updater)
         self.kl_probe.load([s for s in self.stages[:-1] if self.state.evaluated(s.name)])
-        meter = Meter(self.ranks, policy.rollout, self._updater)
+        meter = Meter(self.ranks, learner.rollout, self._updater)
         gc.freeze()  # exempts long-lived objects from garbage collection
         return meter
 
@@ -149,7 +149,7 @@ class Training(RunState):
             for domain in stage.own:
                 tasks += self.parts.validation[domain][:count]
             with self.ranks.phase("validate", stage.name, self.state.step):
-                self.kl_probe.keep(stage, tasks, self.policy.rollout)
+                self.kl_probe.keep(stage, tasks, self.learner.rollout)
         self.evaluate(stage.name)
         self.save(f"stage-{stage.index + 1}-{stage.name}")
 
@@ -163,7 +163,7 @@ class Training(RunState):
 
     def collect(self, stage: Stage, step: int) -> RolloutBatch:
         """Collect this rank's rollouts for a step."""
-        rollout = self.policy.rollout
+        rollout = self.learner.rollout
         config = self.config
         batch = collect_rollouts(rollout, self.ranks, config, stage, step, self._sources)
         if self.language_models:
@@ -190,7 +190,7 @@ class Training(RunState):
                 )
                 for _ in range(settings.num_iterations)
             ]
-            self.policy.give_weights()
+            self.learner.give_weights()
         statistics = over_iterations(found)
         gap = statistics.get("train/sampling_logp_difference_mean", 0.0)
         default = GAP_BF16 if self.accelerator.mixed_precision == "bf16" else GAP_FP32
@@ -209,7 +209,7 @@ class Training(RunState):
         self.state.step = self.state.step + 1
         self.state.stage = stage.name
         self.records += [trajectory.record() for trajectory in batch.trajectories]
-        rewards = self.policy.rollout.rewards
+        rewards = self.learner.rollout.rewards
         names = [] if rewards is None else rewards.names(self.parts.environments.values())
         metrics, counts = rollout_metrics(batch, self.ranks, self.config, names)
         for domain, (episodes, errors) in counts.items():
@@ -224,7 +224,7 @@ class Training(RunState):
             stage,
             self.state.step,
             batch.first,
-            self.policy.rollout.environments,
+            self.learner.rollout.environments,
             self.config.evaluation.success_threshold,
             self.ranks,
         )
@@ -279,7 +279,7 @@ class Training(RunState):
         seed = self.config.run.seed
         tasks = [task for tasks in self.parts.validation.values() for task in tasks]
         with self.ranks.phase("validate", stage.name, step):
-            records, trajectories = evaluate(self.policy.rollout, tasks, 1, seed, self.ranks)
+            records, trajectories = evaluate(self.learner.rollout, tasks, 1, seed, self.ranks)
             self.check_language_models()
             kl = self.kl_probe.divergences(self._updater)
         rewards = scored(records)

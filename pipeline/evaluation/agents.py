@@ -35,7 +35,7 @@ class EndpointPolicy:
     def __init__(self, rollout: Rollout, model: LanguageModel, temperature: float) -> None:
         self.model = model
         self.temperature = temperature
-        self.most = rollout.policy.most
+        self.max_episodes = rollout.policy.max_episodes
         self._calls = rollout.calls
         self._faults = rollout.faults
         self._max_tokens = rollout.limits.max_tokens_per_turn

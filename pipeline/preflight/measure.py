@@ -15,7 +15,7 @@ from pipeline.config.settings import Config
 from pipeline.distributed.ranks import Ranks
 from pipeline.errors import UserError
 from pipeline.files.untrusted import reason_of
-from pipeline.grpo.policy import Policy
+from pipeline.grpo.learner import Learner
 from pipeline.grpo.updater import Reference, Updater
 from pipeline.models import lora
 from pipeline.models.loading import dtype_of, load_model, uses_bf16
@@ -40,22 +40,22 @@ def measured(memory: Memory, parts: Prepared) -> Iterator[str]:
         return
     accelerator = Accelerator(mixed_precision="bf16" if uses_bf16(config.model) else "no")
     ranks = Ranks(0, 1, config.run.timeout)
-    policy = policy_of(config, parts, accelerator, ranks)
+    learner = learner_of(config, parts, accelerator, ranks)
     first = config.data.domains[0]
     prompt = parts.prompt_ids(first, parts.longest[first][0])
-    policy.check_agreement(prompt)
+    learner.check_agreement(prompt)
     yield "sampler and trainer compute the same log-probabilities"
     size = config.rollout.num_generations
     longest = memory.longest(config)
     yield f"\nmemory measured, in GiB, for a group of {size} episodes of {longest:,} tokens"
     try:
         begun = time.monotonic()
-        group = play_longest(policy, prompt, longest, size)
+        group = play_longest(learner, prompt, longest, size)
         yield _row("its rollout", accelerator.device, begun)
         if config.grpo.use_grpo:
             begun = time.monotonic()
             advantages = [1.0 if number % 2 else -1.0 for number in range(size)]
-            module = policy.module_to_train()
+            module = learner.module_to_train()
             reference = Reference(module) if config.grpo.beta > 0 else None
             updater = Updater(accelerator, module, ranks, config, 0, reference)
             updater.update_policy(group, advantages, learning_rate=0.0)
@@ -85,8 +85,8 @@ def why_not(memory: Memory) -> str:
     return f"the weights of {base} are not on this machine"
 
 
-def policy_of(config: Config, parts: Prepared, accelerator: Accelerator, ranks: Ranks) -> Policy:
-    """Return the policy of a run before it is trained, with new adapters if it has any."""
+def learner_of(config: Config, parts: Prepared, accelerator: Accelerator, ranks: Ranks) -> Learner:
+    """Return the learner of a run before its training, with new adapters if it has any."""
     dtype = dtype_of(config.model)
     held = dtype if config.model.use_peft else torch.float32
     at = str(accelerator.device) if accelerator.device.type == "cuda" else None
@@ -94,7 +94,7 @@ def policy_of(config: Config, parts: Prepared, accelerator: Accelerator, ranks: 
     model = load_model(config.model, parts.tokenizer, seed, held, at)
     if config.model.use_peft:
         model = lora.attach(model, config.model, config.model.model, seed, dtype)
-    return Policy(
+    return Learner(
         model,
         parts.chat,
         parts.environments,
@@ -105,10 +105,10 @@ def policy_of(config: Config, parts: Prepared, accelerator: Accelerator, ranks: 
     )
 
 
-def play_longest(policy: Policy, prompt: list[int], longest: int, size: int) -> list[Trajectory]:
+def play_longest(learner: Learner, prompt: list[int], longest: int, size: int) -> list[Trajectory]:
     """Return `size` episodes of `longest` tokens, of which no two are alike after the prompt."""
     draws = random.Random(0)
-    sampler = policy.sampling.sampler
+    sampler = learner.sampling.sampler
     count = max(1, min(LAST, longest - len(prompt)))
     given = [draws.choices(prompt, k=longest - len(prompt) - count) for _ in range(size)]
     conversations = sampler.open([prompt + ids for ids in given], range(size))

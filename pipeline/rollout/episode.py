@@ -1,4 +1,9 @@
-"""The story of an episode, from `reset` to the reward."""
+"""The story of an episode, from `reset` to the reward.
+
+`Episode.play` tells it: `_reset` makes the environment, `_converse` lets policy, tools and customer
+take turns (or `_let_play` a user's own loop), and `_score` asks the environment for the reward. The
+policy is in `rollout.py`. Reward functions are called when all episodes of a rollout have ended.
+"""
 
 import inspect
 import json
@@ -56,7 +61,7 @@ class Shared:
 
 
 class Episode:
-    """One episode of a rollout: a conversation of the policy with an environment of class `kind`.
+    """One episode of a rollout: a conversation of the policy with an environment.
 
     `welcome` gives the environment a customer from outside.
     """
@@ -64,25 +69,25 @@ class Episode:
     def __init__(
         self,
         request: RolloutRequest,
-        kind: type[Any],
+        environment_class: type[Any],
         shared: Shared,
         welcome: Welcome | None = None,
     ) -> None:
         self.task = request.task
         self.key = request.key
-        self.kind = kind
+        self.environment_class = environment_class
         self.welcome = welcome
         self.shared = shared
         self._until: float | None = None  # as the rollout's
         self.environment: Any = None
-        self.in_background = welcome is not None or tools.may_wait(kind)
+        self.in_background = welcome is not None or tools.may_wait(environment_class)
         # In the background, episodes would change the global state of each other.
-        is_used = tools.uses_random_state(kind) and not self.in_background
+        is_used = tools.uses_random_state(environment_class) and not self.in_background
         self._random: AbstractContextManager[None] = (
             RandomState(self.task) if is_used else nullcontext()
         )
         self._repeated: list[str] = []  # tool calls since the last message without a tool call
-        self._excused = ""  # `left_out` if the current call fails
+        self._left_out = ""  # why training leaves the episode out if the current call fails
         self.trajectory = Trajectory(
             domain=self.task.domain,
             task_id=self.task.id,
@@ -96,7 +101,7 @@ class Episode:
     async def play(self) -> None:
         """Play the episode to its end, and score it; a failure of the environment ends it."""
         trajectory = self.trajectory
-        schemas = tools.tool_schemas(self.kind)
+        schemas = tools.tool_schemas(self.environment_class)
         self.conversation = conversation = Conversation(
             trajectory=trajectory,
             schemas=schemas,
@@ -106,7 +111,7 @@ class Episode:
         )
         try:
             await self._reset()
-            loop = getattr(self.kind, OWN_LOOP, None)
+            loop = getattr(self.environment_class, OWN_LOOP, None)
             if loop is None:
                 end = await self._converse(conversation)
             else:
@@ -118,7 +123,7 @@ class Episode:
             self.shared.policy.close(conversation)
             trajectory.stop_reason = StopReason.ENVIRONMENT_ERROR
             trajectory.error = str(fault)
-            trajectory.left_out = "outage" if fault.outage else self._excused
+            trajectory.left_out = "outage" if fault.outage else self._left_out
             self.shared.faults.add(*self.task.key, fault.call, str(fault))
 
     async def _converse(self, conversation: Conversation) -> StopReason:
@@ -162,15 +167,15 @@ class Episode:
             policy.close()
             trajectory.num_turns = sum(one.num_turns for one in trajectory.sequences)
             # What the model has said may have made the loop fail.
-            self._excused = "" if trajectory.num_turns else "reset"
+            self._left_out = "" if trajectory.num_turns else "reset"
         if policy.end is None and policy.is_cut:
             return StopReason.MAX_TOKENS
         return policy.end or StopReason.COMPLETED
 
     async def _reset(self) -> None:
-        self._excused = "reset"
-        start = partial(tools.started, self.kind, self.task.row())
-        reset = tools.method_of(self.kind, "reset")
+        self._left_out = "reset"
+        start = partial(tools.started, self.environment_class, self.task.row())
+        reset = tools.method_of(self.environment_class, "reset")
         started = await self._call("reset", start, reset)
         self.environment = started.environment
         self.in_background = started.in_background
@@ -194,8 +199,8 @@ class Episode:
         return StopReason.MALFORMED_CALL if too_many else None
 
     async def _call_tools(self, parsed: Parsed) -> StopReason | None:
-        self._excused = ""
-        methods = tools.tool_methods(self.kind)
+        self._left_out = ""
+        methods = tools.tool_methods(self.environment_class)
         most = self.shared.limits.max_repeated_calls
         replies = list[Message]()
         end = None
@@ -203,7 +208,7 @@ class Episode:
             if most:
                 self._repeated.append(json.dumps([name, arguments], sort_keys=True))
             call = partial(tools.answer_call, self.environment, name, arguments)
-            method = methods.get(name, tools.raw_call(self.kind))
+            method = methods.get(name, tools.raw_call(self.environment_class))
             try:
                 result = await self._call(name, call, method)
             except EnvironmentFault:
@@ -227,14 +232,14 @@ class Episode:
 
     async def _ask_customer(self, message: str) -> StopReason | None:
         self._repeated = []
-        self._excused = "reply"
+        self._left_out = "reply"
         reply = tools.method_of(self.environment, "user", "reply")
         ask = partial(self.shared.reply, self.environment, message)
         said = await self._call("reply", ask, reply)
         if said is not None:
             self._add({"role": "user", "content": said})
             return None
-        self._excused = ""
+        self._left_out = ""
         keep = partial(setattr, self.environment, "final_message", message)
         await self._call("final message", keep)
         return StopReason.COMPLETED
@@ -258,7 +263,7 @@ class Episode:
 
     async def _score(self) -> None:
         trajectory = self.trajectory
-        self._excused = ""
+        self._left_out = ""
         self._until = math.inf  # what is over is scored
         score = partial(
             tools.outcome_of, self.environment, trajectory.stop_reason.value, trajectory.messages

@@ -137,12 +137,12 @@ class Rollout:
         return trajectories
 
     async def _play_together(self, episodes: Sequence[Episode], progress: Progress | None) -> None:
-        """Play episodes, at most `policy.most` at once; an episode that can go on never waits."""
+        """Play at most `policy.max_episodes` at once; an episode that can go on never waits."""
         waiting = deque(episodes)
         tasks = set[asyncio.Task[None]]()
         try:
             while waiting or tasks:
-                started = self._start(waiting, self.policy.most - len(tasks))
+                started = self._start(waiting, self.policy.max_episodes - len(tasks))
                 tasks |= set(started)
                 if progress is not None and started:
                     progress.begin(len(started))
@@ -171,7 +171,7 @@ class Rollout:
     def _start(self, waiting: deque[Episode], room: int) -> list[asyncio.Task[None]]:
         """Start up to `room` episodes, but none while the room is small."""
         count = min(len(waiting), room)
-        if count < min(len(waiting), max(1, self.policy.most // 4)):
+        if count < min(len(waiting), max(1, self.policy.max_episodes // 4)):
             return []
         started = [asyncio.create_task(waiting.popleft().play()) for _ in range(count)]
         for task in started:
@@ -208,14 +208,14 @@ class Rollout:
 class SamplerPolicy:
     """A model whose messages a sampler writes; conversations that wait are sampled together.
 
-    `most` becomes smaller if memory runs out.
+    `max_episodes` becomes smaller if memory runs out.
     """
 
     def __init__(self, sampler: Sampler, chat: Chat, limits: RolloutSettings) -> None:
         self.sampler = sampler
         self.chat = chat
         self.limits = limits
-        self.most = limits.max_concurrent_episodes
+        self.max_episodes = limits.max_concurrent_episodes
         self._waiting: dict[Conversation, asyncio.Future[Sampled]] = {}
         self._open: dict[Conversation, Handle] = {}
 
@@ -266,9 +266,9 @@ class SamplerPolicy:
 
     def step(self) -> None:
         """Sample until a share of the messages is complete, and wake their conversations."""
-        free = max(0, self.most - len(self._open))
+        free = max(0, self.max_episodes - len(self._open))
         # The time that an environment takes must not change the order of the rows.
-        waiting = sorted(self._waiting, key=lambda c: c.turn)
+        waiting = sorted(self._waiting, key=lambda c: c.place)
         active = [c for c in waiting if c in self._open or (free := free - 1) >= 0]
         complete: Mapping[Conversation, Sampled] = {}
         try:
@@ -276,13 +276,13 @@ class SamplerPolicy:
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
-            self._lower_most(len({*self._open, *active}))
+            self._lower_max_episodes(len({*self._open, *active}))
         if not complete:  # Inside `except`, less memory could be freed.
             for conversation in [*self._open]:
                 self.sampler.close(self._open.pop(conversation))
             give_memory_back()
         for conversation, sampled in complete.items():
-            conversation.takes_its_turn()
+            conversation.move_to_the_end()
             self._waiting.pop(conversation).set_result(sampled)
 
     def _sample(self, active: Sequence[Conversation]) -> dict[Conversation, Sampled]:
@@ -301,7 +301,7 @@ class SamplerPolicy:
         messages = self.sampler.sample(handles, room, active[0].greedy, until)
         return {c: m for c, m in zip(active, messages, strict=True) if m is not None}
 
-    def _lower_most(self, number: int) -> None:
+    def _lower_max_episodes(self, number: int) -> None:
         """Halve the `number` of episodes at the same time. Raises RuntimeError if it is 1.
 
         All conversations are then closed. An episode goes on after its last whole message, in a new
@@ -310,10 +310,10 @@ class SamplerPolicy:
         if number == 1:
             most = self.limits.max_tokens
             raise RuntimeError(f"out of memory in one episode; lower max_tokens, now {most}")
-        self.most = number // 2
+        self.max_episodes = number // 2
         print(
             f"warning: out of memory in a rollout with {number} episodes at once; going on with "
-            f"max_concurrent_episodes {self.most}",
+            f"max_concurrent_episodes {self.max_episodes}",
             flush=True,
         )
 

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from pipeline.chat.text import Parsed
 
-_turns = count()  # orders conversations that wait
+_places = count()  # of the conversations that wait, in their order
 
 
 class StopReason(StrEnum):
@@ -124,11 +124,11 @@ class Conversation:
     greedy: bool = False
     is_text: bool = False  # the model's messages are texts as a whole, without tool calls
     num_read: int = 0  # number of messages whose tokens are in the trajectory
-    turn: int = field(default_factory=lambda: next(_turns))  # orders those that wait
+    place: int = field(default_factory=lambda: next(_places))  # among those that wait
 
-    def takes_its_turn(self) -> None:
+    def move_to_the_end(self) -> None:
         """Stand behind all conversations that wait, or will wait when their environment answers."""
-        self.turn = next(_turns)
+        self.place = next(_places)
 
     def add(self, said: "Said") -> "Said":
         """Add a message of the model, whose tokens the policy has added."""
@@ -153,7 +153,7 @@ class Said:
 class Policy(Protocol):
     """Writes the model's messages: a sampler with a model's weights, an endpoint, a person."""
 
-    most: int  # largest number of episodes at the same time
+    max_episodes: int  # largest number of episodes at the same time
 
     @property
     def num_waiting(self) -> int:

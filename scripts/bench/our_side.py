@@ -67,7 +67,7 @@ def main(work: Work, gate: Gate) -> None:
     if not config.data.reward_funcs:
         run.parts = without_users(run.parts)
     if work.forced:
-        Scripted(run.policy.sampling.sampler, scripts_of(run, work.num_units))
+        Scripted(run.learner.sampling.sampler, scripts_of(run, work.num_units))
     if isinstance(run, Stepped):
         run.gate = gate
         run.train()
@@ -112,8 +112,8 @@ class Counted(Stepped):
 
     def begin_grpo(self) -> Any:
         meter = super().begin_grpo()
-        assert self.policy.updater is not None
-        module = self.policy.updater.module
+        assert self.learner.updater is not None
+        module = self.learner.updater.module
         own = {p.untyped_storage()._cdata: p.nbytes for p in module.parameters()}
         kept, hooks = dict[int, int](), list[saved_tensors_hooks]()
 
@@ -142,7 +142,7 @@ class Counted(Stepped):
 def collect(run: Training, step: int) -> RolloutBatch:
     stage = run.parts.stages[0]
     sources = run.parts.sources(stage)
-    return collect_rollouts(run.policy.rollout, run.ranks, run.config, stage, step, sources)
+    return collect_rollouts(run.learner.rollout, run.ranks, run.config, stage, step, sources)
 
 
 def sampling(run: Training, work: Work, gate: Gate) -> None:
@@ -162,7 +162,7 @@ def updates(run: Training, work: Work, gate: Gate) -> None:
     leave(batch.trajectories, Path(work.exchange) / f"{run.ranks.rank}.json")
     run.begin_grpo()
     run.begin_stage(stage)
-    updater = run.policy.updater
+    updater = run.learner.updater
     assert updater is not None
     budget = work.microbatch_tokens or work.batch * longest(batch.trajectories)
     updater.max_tokens_per_microbatch = budget

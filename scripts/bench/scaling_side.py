@@ -89,7 +89,7 @@ def main(work: Share, gate: Gate) -> None:
     run = Measured(config, accelerator, ranks, Watchdog(ranks, config.run.timeout))
     if work.forced:
         run.parts = without_users(run.parts)
-        Scripted(run.policy.sampling.sampler, scripts_of(run, run.config.grpo.max_steps))
+        Scripted(run.learner.sampling.sampler, scripts_of(run, run.config.grpo.max_steps))
     if work.kind == "transfers":
         transfers(run, work, gate)
     else:
@@ -116,7 +116,7 @@ class Measured(Training):
 
     def begin_grpo(self) -> Any:
         meter = super().begin_grpo()
-        updater = self.policy.updater
+        updater = self.learner.updater
         assert updater is not None
         self.exchange = Exchange(self.work.device)
         if self.ranks.num_ranks > 1:
@@ -163,7 +163,7 @@ def transfers(run: Training, work: Share, gate: Gate) -> None:
     # Each step is copied, because pickle writes a shared text only once.
     step = pickle.dumps([trajectory.record() for trajectory in trajectories])
     records = [record for _ in range(work.stage_steps) for record in pickle.loads(step)]
-    parameters = [p for p in run.policy.model.parameters() if p.requires_grad]
+    parameters = [p for p in run.learner.model.parameters() if p.requires_grad]
     gradient = torch.cat([torch.zeros_like(p).flatten() for p in parameters])
     numbers = [0.0] * 16
     group = packed([(t, 0.0, 0.0) for t in trajectories[: run.config.rollout.num_generations]])

@@ -59,7 +59,7 @@ def faulty(kind: str, phase: str, rank: int, note: Path) -> type[Training]:
 
         def begin_grpo(self) -> Any:
             meter = super().begin_grpo()
-            updater = self.policy.updater
+            updater = self.learner.updater
             assert updater is not None
             if kind == "NaN" and phase == "update":
                 compute = updater.loss

@@ -150,14 +150,14 @@ def _run_on_this_rank(
             played.episodes[place] = Said(ids=ids, logprobs=logprobs)
         if name.startswith("evaluation-"):
             return
-        policy, step = trainer.policy, trainer.state.step
-        found = flat(policy.model)
+        learner, step = trainer.learner, trainer.state.step
+        found = flat(learner.model)
         if weights is not None:
             theirs = np.load(weights / f"parameters-{step}.npy")
             gap = np.linalg.norm(found - theirs) / np.linalg.norm(theirs)
             played.update_gap = max(played.update_gap, float(gap))
-            vector_to_parameters(torch.from_numpy(theirs), policy.model.parameters())
-            policy.sampling.sampler.load_weights(trained_weights(policy.model))
+            vector_to_parameters(torch.from_numpy(theirs), learner.model.parameters())
+            learner.sampling.sampler.load_weights(trained_weights(learner.model))
         elif trainer.ranks.is_main:
             np.save(trainer.folder / f"parameters-{step}.npy", found)
 
@@ -167,9 +167,9 @@ def _run_on_this_rank(
         hooks["make_sampler"] = partial(make_sampler, row_sampler=ForcedSampler)
     with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):
         main(parse(argv), partial(Unreported, **hooks))
-    played.parameters = flat(trainers[-1].policy.model)
+    played.parameters = flat(trainers[-1].learner.model)
     if forced is not None:
-        misses = trainers[-1].policy.sampling.sampler.misses
+        misses = trainers[-1].learner.sampling.sampler.misses
         played.num_forced = len(misses)
         played.ties = [distance for distance in misses.values() if distance is not None]
     return played

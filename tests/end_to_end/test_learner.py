@@ -160,7 +160,7 @@ def play_run(folder, *flags):
             run.train()
     for file in run.watchdog.not_for_children:  # as the watchdog does at the end
         file.close()
-    updater = run.policy.updater
+    updater = run.learner.updater
     reference = None if updater is None else updater.reference
     return None if reference is None else parameter_hash(reference.parameters.items())
 
@@ -228,10 +228,10 @@ def disagree(folder):
         run.begin_grpo()
         stage = run.parts.stages[0]
         run.begin_stage(stage)
-        move(run.policy.model)
+        move(run.learner.model)
         run.save("moved")  # refused if the policies differed
         if run.ranks.rank == 1:
-            run.policy.updater.reference.refresh()
+            run.learner.updater.reference.refresh()
         try:
             run.begin_stage(stage)
         except RuntimeError as error:

@@ -242,6 +242,6 @@ class Finished(train.Training):
             held_out={}, domains={}, environments={}, train={}, stages=[], about={}
         )
         self.parts = parts  # type: ignore[assignment]
-        self.policy = SimpleNamespace(updater=None)  # type: ignore[assignment]
+        self.learner = SimpleNamespace(updater=None)  # type: ignore[assignment]
         self._judge = None
         self.checkpointer = SimpleNamespace(wall_s=1.0)  # type: ignore[assignment]

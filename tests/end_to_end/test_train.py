@@ -318,7 +318,7 @@ class Crowded(Unreported):
             for module in (memory, check):
                 patch.setattr(module, "memory_of_a_rank", lambda _: need)
             super().__init__(config, *arguments, **further)
-        print(f"at once: {self.policy.sampling.most}")
+        print(f"at once: {self.learner.sampling.max_episodes}")
 
 
 def test_a_run_plays_as_many_episodes_at_once_as_fit_with_the_same_draws(tmp_path: Path) -> None:

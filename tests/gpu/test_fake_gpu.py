@@ -17,8 +17,8 @@ from pipeline.config.recipe import load_recipe
 from pipeline.config.settings import Config
 from pipeline.distributed.ranks import Ranks
 from pipeline.grpo.algorithm import grpo_loss
+from pipeline.grpo.learner import Learner
 from pipeline.grpo.micro_batches import make_micro_batches
-from pipeline.grpo.policy import Policy
 from pipeline.grpo.token_logprobs import TokenLogprobs
 from pipeline.models import lora
 from pipeline.models.loading import SHAPES
@@ -89,7 +89,7 @@ def play(guard, use_peft):
     with fake_gpu(guard, token=tag, end=chat().end_of_turn_id) as gpu:
         accelerator = SimpleNamespace(device=DEVICE, autocast=lambda: torch.autocast("cuda", BF16))
         given = chat(), environments_of(embedded(*names)), config, accelerator, Ranks(0, 1, 60)
-        policy = Policy(qwen(shape, use_peft), *given, make_sampler=make_sampler)
+        policy = Learner(qwen(shape, use_peft), *given, make_sampler=make_sampler)
         policy.give_weights()
         held = gpu.allocated
         played = policy.rollout(asked)

@@ -10,7 +10,7 @@ from accelerate import Accelerator
 from pipeline.config.settings import ModelSettings
 from pipeline.errors import RunError
 from pipeline.grpo.agreement import BOUNDS
-from pipeline.grpo.policy import Probe
+from pipeline.grpo.learner import Probe
 from pipeline.grpo.token_logprobs import TokenLogprobs
 from pipeline.models import lora
 from pipeline.models.tiny import tiny_model

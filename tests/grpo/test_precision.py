@@ -212,12 +212,12 @@ def play(where, flags):
         said = io.StringIO()
         with contextlib.redirect_stdout(said), contextlib.redirect_stderr(io.StringIO()):
             run = start_unwatched(parse(["--output-dir", str(where / name), *SMALL, *own]))
-            run.policy.model.model.layers[0].mlp.down_proj.register_forward_hook(
+            run.learner.model.model.layers[0].mlp.down_proj.register_forward_hook(
                 lambda _, inputs, output, name=name: (
                     types.note(name, *inputs, output) if torch.is_grad_enabled() else None
                 )
             )
-            types.note(f"{name}, sampler", *run.policy.sampling.sampler.model.parameters())
+            types.note(f"{name}, sampler", *run.learner.sampling.sampler.model.parameters())
             with run.log:
                 run.train()
         printed[name] = said.getvalue().splitlines()

@@ -134,9 +134,9 @@ def in_a_run(folder, model):
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
         run = start_unwatched(parse(flags))
         run.begin_grpo()
-        updater = run.policy.updater
+        updater = run.learner.updater
     calls = []
-    for layer in outer_layers(run.policy.model):
+    for layer in outer_layers(run.learner.model):
         layer.mlp.register_forward_pre_hook(lambda *_: calls.append(torch.is_grad_enabled()))
     state = torch.get_rng_state()
     logprobs = updater.module(BATCH)[0]

@@ -509,7 +509,7 @@ def test_a_rollout_that_runs_out_of_memory_goes_on_with_half_as_many_episodes(
         rollout = rollout_of(sampler, chat(), environments_of(embedded("retail")), limits)
         played.append(rollout(requests))
         assert not sampler._slots and not rollout.policy._open
-        assert rollout.policy.most == (8 if fails is None else number // 2)
+        assert rollout.policy.max_episodes == (8 if fails is None else number // 2)
     assert [t.ids for t in played[0]] == [t.ids for t in played[1]]
     for one, other in zip(*played, strict=True):
         assert one.logprobs == pytest.approx(other.logprobs, abs=1e-5)
@@ -540,7 +540,7 @@ def test_conversations_that_wait_for_room_wait_for_environments_that_work(monkey
     rollout = rollout_of(sampler, chat(), {"desk": Late}, LIMITS, deterministic=True)
     found = rollout([RolloutRequest(task=make_task(), trial=n, key=n) for n in range(5)])
     assert [(t.num_turns, t.stop_reason) for t in found] == [(3, StopReason.COMPLETED)] * 5
-    assert (calls[0], rollout.policy.most, sampler.num_open) == (5, 2, 0)
+    assert (calls[0], rollout.policy.max_episodes, sampler.num_open) == (5, 2, 0)
 
 
 def test_one_episode_that_does_not_fit_ends_the_run_and_other_errors_are_not_retried():

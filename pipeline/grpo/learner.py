@@ -1,4 +1,4 @@
-"""The policy: a model, its rollouts, its updater, and a probe of the weights that sample."""
+"""The learner: a model, its rollouts, its updater, and a probe of the weights that sample."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -81,7 +81,7 @@ class Probe:
             )
 
 
-class Policy:
+class Learner:
     """A model, the `rollout` that samples from the model, and the `updater` that trains the model.
 
     `updater` is None until GRPO begins. `make_sampler` has the signature of
