@@ -38,6 +38,7 @@ from pipeline.evaluation.results import training_summary
 from pipeline.export.hub import push_after_training
 from pipeline.files.console import command, may_fail
 from pipeline.grpo.collect import RolloutBatch, collect_rollouts, give_advantages
+from pipeline.grpo.updater import Updater
 from pipeline.models.fitting import fitted
 from pipeline.models.loading import on_gpu, uses_bf16
 from pipeline.report.tables import final_table
@@ -98,22 +99,28 @@ class Training(RunState):
                     self.end_step(stage, batch)
             self.end_stage(stage)
 
+    @property
+    def updater(self) -> Updater:
+        """What trains the model, from `begin_grpo` on."""
+        assert self.learner.updater is not None, "GRPO has not begun"
+        return self.learner.updater
+
     # The stages
 
     def begin_grpo(self) -> Meter:
         """Make the Updater, and return a Meter that measures the training steps."""
         learner = self.learner
-        self._updater = learner.make_updater(self.checkpointer, self._saved_state, self.stages)
-        self.checkpointer.owners.append(self._updater)
+        updater = learner.make_updater(self.checkpointer, self._saved_state, self.stages)
+        self.checkpointer.owners.append(updater)
         self.kl_probe.load([s for s in self.stages[:-1] if self.state.evaluated(s.name)])
-        meter = Meter(self.ranks, learner.rollout, self._updater)
+        meter = Meter(self.ranks, learner.rollout, updater)
         gc.freeze()  # exempts long-lived objects from garbage collection
         return meter
 
     def begin_stage(self, stage: Stage) -> int:
         """Prepare a stage; return the index of the stage's next step among all steps of the run."""
         is_inside = self.state.step > stage.first_step
-        if (reference := self._updater.reference) is not None:
+        if (reference := self.updater.reference) is not None:
             if self.config.grpo.reference_per_stage and not is_inside:
                 reference.refresh()
             when = f"of the reference policy in stage {stage.name}"
@@ -130,8 +137,6 @@ class Training(RunState):
             evaluations = self.state.evaluations
             for line in lost_domains(evaluations, stages, self.config.evaluation):
                 self.say(f"warning: {line}")
-        self._sources = self.parts.sources(stage)
-        self._peak = self.config.peak_learning_rate
         self.validate_when_due(stage)  # a resumed run may have stopped before this validation
         if self.is_best:
             self.save(f"step-{self.state.step:06d}")
@@ -163,9 +168,9 @@ class Training(RunState):
 
     def collect(self, stage: Stage, step: int) -> RolloutBatch:
         """Collect this rank's rollouts for a step."""
+        sources = self.parts.sources(stage)
         rollout = self.learner.rollout
-        config = self.config
-        batch = collect_rollouts(rollout, self.ranks, config, stage, step, self._sources)
+        batch = collect_rollouts(rollout, self.ranks, self.config, stage, step, sources)
         if self.language_models:
             self.check_language_models()
         return batch
@@ -179,10 +184,11 @@ class Training(RunState):
         step = self.state.step
         settings = self.config.grpo
         done = step - stage.first_step
-        learning_rate = learning_rate_at(done, stage.num_steps, self._peak, settings)
+        peak = self.config.peak_learning_rate
+        learning_rate = learning_rate_at(done, stage.num_steps, peak, settings)
         with self.ranks.phase("update", stage.name, step + 1):
             found = [
-                self._updater.update_policy(
+                self.updater.update_policy(
                     batch.trajectories,
                     [sample.advantage for sample in batch.samples],
                     learning_rate,
@@ -281,7 +287,7 @@ class Training(RunState):
         with self.ranks.phase("validate", stage.name, step):
             records, trajectories = evaluate(self.learner.rollout, tasks, 1, seed, self.ranks)
             self.check_language_models()
-            kl = self.kl_probe.divergences(self._updater)
+            kl = self.kl_probe.divergences(self.updater)
         rewards = scored(records)
         keys = {"stage": stage.name, "step": step}
         self.state.validations.append({**keys, "success": rewards, "kl": kl})
