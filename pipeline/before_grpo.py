@@ -10,10 +10,10 @@ from pipeline.data.curriculum import tasks_of_source
 from pipeline.data.shares import num_drawn
 from pipeline.data.tasks import Task
 from pipeline.endpoints.language_model import LanguageModel
+from pipeline.evaluation.advice import start_report
 from pipeline.evaluation.agents import agent_rollout, evaluate_agent
-from pipeline.evaluation.error_rates import ErrorRates, stop_on_errors
+from pipeline.evaluation.evaluate import ErrorRates, stop_on_errors
 from pipeline.evaluation.evaluate import in_words as rates_in_words
-from pipeline.evaluation.start_report import start_report
 from pipeline.files.console import may_fail
 from pipeline.grpo.collect import RolloutBatch, play_groups
 from pipeline.report.tables import start_block

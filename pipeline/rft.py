@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from pipeline.config.settings import Config
 from pipeline.evaluation.evaluate import grouped
-from pipeline.evaluation.transfer_metrics import succeeded
+from pipeline.evaluation.transfer import succeeded
 from pipeline.rollout.trajectory import RunRecord, Trajectory
 from pipeline.sft import IGNORED, SFTExample, passes
 

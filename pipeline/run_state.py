@@ -28,22 +28,21 @@ from pipeline.distributed.ranks import Ranks
 from pipeline.distributed.watchdog import Watchdog
 from pipeline.environments.tools import tool_schemas
 from pipeline.errors import UserError
+from pipeline.evaluation.advice import DeadDomains, Decisions, StartReport
 from pipeline.evaluation.baselines import baselines as play_baselines
-from pipeline.evaluation.dead_domains import DeadDomains
-from pipeline.evaluation.error_rates import ErrorRates, stop_on_errors
 from pipeline.evaluation.evaluate import (
+    ErrorRates,
     evaluate,
     evaluation_metrics,
     failed_trials,
     in_words,
     refuse_failed_trials,
+    stop_on_errors,
     success,
     unscored_trials,
+    write_results,
 )
 from pipeline.evaluation.kl_probe import KLProbe
-from pipeline.evaluation.one_action import Decisions
-from pipeline.evaluation.results import write_results
-from pipeline.evaluation.start_report import StartReport
 from pipeline.files.console import may_fail
 from pipeline.files.durable import write_text
 from pipeline.grpo.learner import Learner

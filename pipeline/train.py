@@ -31,18 +31,24 @@ from pipeline.distributed.ranks import Interrupted, Ranks
 from pipeline.distributed.restarts import meet_again
 from pipeline.distributed.watchdog import GRACE_S, Watchdog
 from pipeline.errors import INTERRUPTED, RunError, UserError
-from pipeline.evaluation.dead_domains import fallen_domains, lost_domains
-from pipeline.evaluation.error_rates import ErrorRates, stop_on_errors
-from pipeline.evaluation.evaluate import evaluate, mean_success, plateau, scored, validation_metrics
-from pipeline.evaluation.results import training_summary
-from pipeline.export.hub import push_after_training
+from pipeline.evaluation.advice import fallen_domains, lost_domains
+from pipeline.evaluation.evaluate import (
+    ErrorRates,
+    evaluate,
+    mean_success,
+    plateau,
+    scored,
+    stop_on_errors,
+    training_summary,
+    validation_metrics,
+)
+from pipeline.export.folder import push_after_training
 from pipeline.files.console import command, may_fail
 from pipeline.grpo.collect import RolloutBatch, collect_rollouts, give_advantages
 from pipeline.grpo.updater import Updater
 from pipeline.models.fitting import fitted
 from pipeline.models.loading import on_gpu, uses_bf16
-from pipeline.report.tables import final_table
-from pipeline.report.write import write_report
+from pipeline.report.write import final_table, write_report
 from pipeline.run_state import RunState
 from pipeline.tracking.profiling import Meter, profiled
 from pipeline.tracking.progress import StageProgress

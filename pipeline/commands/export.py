@@ -6,8 +6,7 @@ from pathlib import Path
 from pipeline.config.cli import Parser
 from pipeline.errors import UserError
 from pipeline.export.checkpoint import open_checkpoint
-from pipeline.export.folder import base_of, export, is_portable
-from pipeline.export.hub import upload_exported
+from pipeline.export.folder import base_of, export, is_portable, upload_exported
 from pipeline.files.console import command
 from pipeline.files.hub import check_upload
 

@@ -16,8 +16,15 @@ from pipeline.data.tasks import Message, Task
 from pipeline.distributed.ranks import Ranks
 from pipeline.endpoints.language_model import LanguageModel, Unanswered
 from pipeline.environments.faults import EnvironmentFault
-from pipeline.evaluation.error_rates import commonest, errors_of
-from pipeline.evaluation.evaluate import ATTEMPTS, evaluate, failed_trials, success, unscored_trials
+from pipeline.evaluation.evaluate import (
+    ATTEMPTS,
+    commonest,
+    errors_of,
+    evaluate,
+    failed_trials,
+    success,
+    unscored_trials,
+)
 from pipeline.files.untrusted import parse_json
 from pipeline.rollout.rollout import Progress, Rollout
 from pipeline.rollout.trajectory import Conversation, RunRecord, Said, Trajectory
@@ -36,22 +43,20 @@ class EndpointPolicy:
         self.model = model
         self.temperature = temperature
         self.max_episodes = rollout.policy.max_episodes
-        self._calls = rollout.calls
-        self._faults = rollout.faults
-        self._max_tokens = rollout.limits.max_tokens_per_turn
+        self._rollout = rollout
 
     async def message(self, conversation: Conversation) -> Said:
         trajectory = conversation.trajectory
         key = trajectory.domain, trajectory.task_id
         ask = partial(self._ask, conversation)
         try:
-            answer = await self._calls.beside(key, "agent", ask, is_async=True)
+            answer = await self._rollout.calls.beside(key, "agent", ask, is_async=True)
         except EnvironmentFault as fault:
             fault.outage = True  # the model that is trained has no part in it
             raise
         why = answer.get("why", "")
         if why:
-            self._faults.add(trajectory.domain, trajectory.task_id, "agent", why)
+            self._rollout.faults.add(trajectory.domain, trajectory.task_id, "agent", why)
         finished = not answer.get("is_cut")
         return conversation.add(Said(parsed=parsed_of(answer), finished=finished, stopped_by=why))
 
@@ -61,7 +66,7 @@ class EndpointPolicy:
                 as_sent(conversation.trajectory.messages),
                 conversation.schemas,
                 conversation.key % 2**31,
-                max_tokens=self._max_tokens,
+                max_tokens=self._rollout.limits.max_tokens_per_turn,
                 temperature=0.0 if conversation.greedy else self.temperature,
             )
         except Unanswered as refusal:  # the conversation is too long for the language model

@@ -1,22 +1,33 @@
-"""Evaluation on held-out tasks, and validation every `validation_steps` steps of a stage."""
+"""Evaluation on held-out tasks, validation inside a stage, and what is made of the episodes.
 
+A trial whose environment fails is played again. A run stops if too many episodes of a domain end in
+environment errors. `results.json` is written from the data in the checkpoints.
+"""
+
+import json
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
+from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, TypeVar
 
-from pipeline.config.settings import Config
-from pipeline.data.curriculum import Stage, on_plateau
+from pipeline.checkpoints.checkpoint import TrainState
+from pipeline.config.settings import Config, RolloutSettings
+from pipeline.data.curriculum import Stage, describe, on_plateau
 from pipeline.data.rng import stream_key
 from pipeline.data.tasks import Task
 from pipeline.distributed.ranks import Ranks
 from pipeline.errors import RunError, UserError
-from pipeline.evaluation.error_rates import commonest, errors_of
-from pipeline.evaluation.transfer_metrics import is_graded, pass_hat_k, succeeded
+from pipeline.evaluation.transfer import is_graded, pass_hat_k, succeeded, summary, worse
+from pipeline.files.console import command, may_fail
+from pipeline.files.durable import write_text
 from pipeline.rollout.rollout import Progress, Rollout, RolloutRequest
 from pipeline.rollout.trajectory import RunRecord, StopReason, Trajectory
 
+Record = TypeVar("Record", bound=RunRecord)
 Success = dict[str, Any]  # success rates of a domain, family or branch in `results.json`
+Errors = list[tuple[str, str, str]]  # domain, task id and text of each environment error
 MOST_K = 4  # the largest k of pass^k, as in tau-bench
 ATTEMPTS = 3  # maximum number of attempts at a trial whose environment fails
 METRICS = {"mean": "success"} | {n: n for n in ("greedy", "reward", "greedy_reward")}
@@ -37,8 +48,7 @@ def evaluate(
     Returns the records of all ranks, in order of tasks and trials, and this rank's trajectories.
     Random numbers depend on seed, task and trial only. A trial whose environment fails is run
     again, at most ATTEMPTS times in total; not if a reward function failed, which has had its
-    attempts. Raises RuntimeError if a trial has no record or several records, and Interrupted if a
-    signal stops the run.
+    attempts. Raises Interrupted if a signal stops the run.
     """
     requests = [
         RolloutRequest(task=task, trial=k, key=stream_key(seed, "evaluation", *task.key, k))
@@ -58,11 +68,7 @@ def evaluate(
             trajectories[i] = trajectory
     by_trial = {(r.domain, r.task_id, r.trial): r for r in records}
     wanted = [(*task.key, trial) for task in tasks for trial in range(num_trials)]
-    if len(records) != len(wanted) or set(by_trial) != set(wanted):
-        raise RuntimeError(
-            f"evaluation: {len(wanted)} trials expected, {len(records)} came, "
-            f"{len(by_trial)} different; nothing is scored"
-        )
+    assert len(records) == len(wanted), "a trial was lost or played twice"
     return [by_trial[key] for key in wanted], trajectories
 
 
@@ -76,9 +82,8 @@ def _is_ungraded(record: RunRecord) -> bool:
 
 def unscored_trials(records: Iterable[RunRecord]) -> list[RunRecord]:
     """Return the trials that were played and got no reward, because each function gave None."""
-    failed = StopReason.ENVIRONMENT_ERROR
-    left = (r for r in records if r.left_out == "reward")
-    return [record for record in left if record.stop_reason != failed]
+    left = [record for record in records if _is_ungraded(record)]
+    return [record for record in left if record.stop_reason != StopReason.ENVIRONMENT_ERROR]
 
 
 def refuse_failed_trials(records: Sequence[RunRecord], when: str) -> None:
@@ -106,9 +111,9 @@ def refuse_failed_trials(records: Sequence[RunRecord], when: str) -> None:
         )
 
 
-def grouped(records: Iterable[RunRecord], *names: str) -> dict[str, list[RunRecord]]:
+def grouped(records: Iterable[Record], *names: str) -> dict[str, list[Record]]:
     """Group records by the values of the fields `names`; a group's key joins values with `/`."""
-    groups: dict[str, list[RunRecord]] = {}
+    groups: dict[str, list[Record]] = {}
     for record in records:
         groups.setdefault("/".join(getattr(record, name) for name in names), []).append(record)
     return groups
@@ -240,3 +245,130 @@ def plateau(validations: Sequence[Mapping[str, Any]], stage: Stage, config: Conf
     history = [mean for mean in means if mean is not None]
     is_on = on_plateau(history, settings.plateau_patience, settings.plateau_delta)
     return max(history) if is_on else None
+
+
+# Environment errors
+
+
+def errors_of(records: Iterable[RunRecord]) -> Errors:
+    return [(r.domain, r.task_id, r.error) for r in failed_trials(records)]
+
+
+def commonest(errors: Errors) -> str:
+    """Return the commonest text among `errors` and the first task with this text, or ""."""
+    if not errors:
+        return ""
+    ((text, _),) = Counter(text for _, _, text in errors).most_common(1)
+    domain, task_id, _ = next(error for error in errors if error[2] == text)
+    return f"; the commonest error, first of {domain}/{task_id}: {text}"
+
+
+class ErrorRates:
+    """Numbers of episodes and of environment errors by domain, summed over all ranks."""
+
+    def __init__(self, records: Iterable[RunRecord] = ()) -> None:
+        self.counts: dict[str, list[int]] = {}  # [episodes, errors] of each domain
+        self.errors: Errors = []  # this rank's errors since the stage began or the run resumed
+        for record in records:
+            self.add(record.domain, 1, record.stop_reason == StopReason.ENVIRONMENT_ERROR)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"error_counts": {domain: list(pair) for domain, pair in self.counts.items()}}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.counts = {d: list(pair) for d, pair in state.get("error_counts", {}).items()}
+        self.errors = []
+
+    def add(self, domain: str, episodes: int, errors: int) -> None:
+        before = self.counts.get(domain, [0, 0])
+        self.counts[domain] = [before[0] + episodes, before[1] + errors]
+
+    def problem(self, limits: RolloutSettings, when: str) -> str | None:
+        """Return a message about the first domain whose error rate is above the limit, or None.
+
+        Domains with fewer than `2 * num_generations` episodes are not checked.
+        """
+        for domain, (episodes, errors) in self.counts.items():
+            if episodes >= 2 * limits.num_generations and errors > limits.max_error_rate * episodes:
+                which = commonest([error for error in self.errors if error[0] == domain])
+                return (
+                    f"rollout.max_error_rate: {errors} of {episodes} episodes of {domain} "
+                    f"({100 * errors / episodes:.0f} %) ended in environment errors {when}{which}; "
+                    "mend the environment, or raise the limit"
+                )
+        return None
+
+
+def stop_on_errors(
+    ranks: Ranks,
+    rates: ErrorRates,
+    limits: RolloutSettings,
+    records: Sequence[RunRecord] = (),
+    when: str = "since the stage began",
+) -> None:
+    """Raise the same RunError on every rank if a domain has too many environment errors.
+
+    `records` are this rank's new episodes. Ranks communicate only if the function raises.
+    """
+    rates.errors += errors_of(records)
+    if rates.problem(limits, when) is not None:
+        gathered = ranks.all_gather_objects(rates.errors, "environment errors")
+        rates.errors = [error for of_rank in gathered for error in of_rank]
+        raise RunError(rates.problem(limits, when))
+
+
+# results.json
+
+
+def write_results(
+    folder: Path,
+    config: Config,
+    state: TrainState,
+    stages: Sequence[Stage],
+    held_out: Mapping[str, Sequence[Task]],
+    facts: Mapping[str, Any],
+    is_final: bool,
+) -> None:
+    """Write `curriculum.json` and `results.json`; `results.json` also gets the entries of `facts`.
+
+    Transfer numbers are computed only if `is_final`, because the computation takes seconds.
+    """
+    described = describe(stages, config)
+    write_text(folder / "curriculum.json", json.dumps(described, indent=1))
+    results = {
+        "recipe": config.recipe,
+        "seed": config.run.seed,
+        "split": config.data.eval_split,
+        "temperature": config.rollout.temperature,
+        "success_threshold": config.evaluation.success_threshold,
+        "evaluations": state.evaluations,
+        "validations": state.validations,
+        "task_families": {d: {task.id: task.family for task in of} for d, of in held_out.items()},
+        "task_branches": {d: {task.id: task.branch for task in of} for d, of in held_out.items()},
+        "training": state.training,
+        "curriculum": described,
+        **facts,
+        "transfer": {},
+    }
+    if is_final:
+        with may_fail("transfer numbers", f"{command('report')} {folder} tries again"):
+            results["transfer"] = summary([results])
+            results["worse"] = worse(results)
+    write_text(folder / "results.json", json.dumps(results))
+
+
+def training_summary(gathered: Sequence[Sequence[RunRecord]]) -> dict[str, Any]:
+    """Summarize a stage's training episodes; `gathered` has the records of each rank.
+
+    Mean rewards do not count episodes that are left out of training.
+    """
+    records = [record for of_rank in gathered for record in of_rank]
+    counted = grouped((r for r in records if not r.left_out), "domain")
+    stops = Counter(record.stop_reason for record in records)
+    return {
+        "episodes": len(records),
+        "episodes_per_rank": [*map(len, gathered)],
+        "reward": {domain: fmean(r.reward for r in of) for domain, of in counted.items()},
+        "stop_reasons": {str(reason): stops[reason] for reason in StopReason if stops[reason]},
+        "tools": {d: tool_counts(of) for d, of in grouped(records, "domain").items()},
+    }

@@ -17,7 +17,7 @@ from pipeline.config.settings import Config
 from pipeline.data.curriculum import Stage
 from pipeline.data.tasks import Task
 from pipeline.distributed.ranks import Ranks
-from pipeline.evaluation.evaluate import evaluate
+from pipeline.evaluation.evaluate import evaluate, grouped
 from pipeline.files.durable import write_text
 from pipeline.grpo.micro_batches import make_micro_batches
 from pipeline.grpo.updater import Updater
@@ -54,18 +54,13 @@ class KLProbe:
     def load(self, stages: Sequence[Stage]) -> None:
         for stage in stages if self.is_wanted else ():
             path = self._folder / f"{stage.name}.json"
-            try:
+            if path.is_file():
                 self._add(json.loads(path.read_text(encoding="utf-8")))
-            except (OSError, ValueError, TypeError, LookupError, RecursionError):
-                if self._ranks.is_main:
-                    state = "damaged" if path.is_file() else "gone"
-                    print(f"warning: {path} is {state}, so there is no KL of {stage.name}")
+            elif self._ranks.is_main:
+                print(f"warning: {path} is gone, so there is no KL of {stage.name}")
 
     def _add(self, episodes: Sequence[dict[str, Any]]) -> None:
-        trajectories = [Trajectory(**episode) for episode in episodes]
-        self.episodes |= {trajectory.domain: [] for trajectory in trajectories}
-        for trajectory in trajectories:
-            self.episodes[trajectory.domain].append(trajectory)
+        self.episodes |= grouped((Trajectory(**episode) for episode in episodes), "domain")
 
     def divergences(self, updater: Updater) -> dict[str, float]:
         """Return the KL estimate (nats per token) of each domain that has kept episodes.

@@ -1,26 +1,182 @@
 """The transfer numbers of a run, or of several seeds of one curriculum, from `results.json`.
 
-`transfer_metrics.py` computes the numbers from arrays; this file makes the arrays. Every number
-is a list [value, low, high] with the bounds of the 95 % interval. A bound without a value is null.
+The accuracy matrix R has a row for each evaluation point (0: before GRPO, t: after stage t of T)
+and a column for each domain, task family or tool. The metrics follow GEM (Lopez-Paz and Ranzato
+2017, arXiv 1706.08840, section 3) and Chaudhry et al. 2018 (arXiv 1801.10112, section 3).
+
+Every number is a list [value, low, high] with the bounds of the 95 % interval. A bound without a
+value is null. Intervals are percentile bootstraps (Efron and Tibshirani 1993, chapter 13) over
+tasks and seeds. A bootstrap sample that draws a task takes all trials of the task at all evaluation
+points. For two curricula with equal tasks and numbers of runs, the same tasks are drawn:
+differences are paired.
+
+Letters in shapes: B samples (the first is the estimate), S seeds, P points, N tasks, C columns.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from functools import lru_cache
+from math import comb, sqrt
 from statistics import fmean
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from pipeline.data.curriculum import BEFORE_GRPO
+from pipeline.data.rng import stream_key
 from pipeline.data.tasks import HELD_OUT, MODULE
 from pipeline.errors import UserError
-from pipeline.evaluation import transfer_metrics as metrics
-from pipeline.evaluation.transfer_metrics import Floats, Number, estimate, resampled, succeeded
 
+RESAMPLES = 2000
+Z95 = 1.959964
+MIN_TASKS = 5  # fewer tasks give an interval that is too narrow to call a fall
+KINDS = {"tasks": "sampled", "greedy_tasks": "greedy"}  # key in `results.json` -> name in reports
+
+Floats = NDArray[np.float64]
+Number = list[float | None]  # [value, low, high]
+Stages = Sequence[Collection[int]]  # the columns that each stage trained, except replayed columns
 Results = Mapping[str, Any]  # the content of `results.json`
 
 
+def succeeded(reward: Any, threshold: float) -> Any:
+    """Return whether a reward, or each reward of an array, is at least the threshold."""
+    return reward >= threshold - 1e-9 * abs(threshold)
+
+
+def is_graded(rewards: Iterable[float]) -> bool:
+    """Return whether any reward is a number other than 0 and 1."""
+    return any(reward not in (0, 1) for reward in rewards)
+
+
+def pass_at_k(num_successes: int, num_trials: int, k: int) -> float:
+    """Return pass@k (Chen et al. 2021, arXiv 2107.03374, equation 1), for 1 <= k <= num_trials."""
+    return 1 - comb(num_trials - num_successes, k) / comb(num_trials, k)
+
+
+def pass_hat_k(num_successes: int, num_trials: int, k: int) -> float:
+    """Return pass^k (tau-bench, arXiv 2406.12045, section 5), for 1 <= k <= num_trials."""
+    return comb(num_successes, k) / comb(num_trials, k)
+
+
+def estimate(samples: Floats | None) -> Number | None:
+    """Return [value, low, high] from samples [B], or None if the first sample is not finite.
+
+    The value is the first sample. The finite later samples give the 95 % interval; the bounds are
+    None if no later sample is finite. The success rate of a tool without calls is NaN.
+    """
+    if samples is None or not np.isfinite(samples[0]):
+        return None
+    rest = samples[1:][np.isfinite(samples[1:])]
+    low_high = np.percentile(rest, [2.5, 97.5]).tolist() if len(rest) else [None, None]
+    return [None if x is None else round(x, 6) for x in (float(samples[0]), *low_high)]
+
+
+def mean(samples: Iterable[Floats]) -> Floats | None:
+    """Return the element-wise mean of arrays [B], or None if there are no arrays."""
+    samples = list(samples)
+    return np.asarray(np.mean(samples, axis=0)) if samples else None
+
+
+def wilson(share: float, count: int) -> tuple[float, float]:
+    """Return the 95 % interval (Wilson 1927) of a share of `count` independent trials."""
+    spread = Z95 * sqrt(share * (1 - share) / count + Z95**2 / (4 * count**2))
+    scale = 1 + Z95**2 / count
+    centre = share + Z95**2 / (2 * count)
+    return max(0.0, (centre - spread) / scale), min(1.0, (centre + spread) / scale)
+
+
+def resampled(totals: Floats, counts: Floats, name: str, over_seeds: bool = True) -> Floats:
+    """Return samples [B, P] of sum(totals) / sum(counts) over resampled tasks, averaged over seeds.
+
+    Args:
+        totals: [S, P, N], for example each task's success rate, or a tool's successful calls.
+        counts: [S, P, N], the divisors: 1 for a task, 0 for a task of another family, the number of
+            calls for a tool. If fewer than two tasks have a divisor above 0, all samples except
+            the first are NaN.
+        name: the key of the random numbers; equal names and numbers of tasks give equal draws.
+        over_seeds: whether seeds are resampled as well.
+    """
+    num_seeds, _, num_tasks = totals.shape
+    tasks = _weights(num_tasks, "tasks", name)
+    seeds = _weights(num_seeds, "seeds", num_seeds) if over_seeds else np.ones((1, num_seeds))
+    with np.errstate(invalid="ignore", divide="ignore"):
+        ratios = np.einsum("spn,bn->bsp", totals, tasks) / np.einsum("spn,bn->bsp", counts, tasks)
+    if (counts > 0).any((0, 1)).sum() < 2:
+        ratios[1:] = np.nan
+    ratios = np.where(seeds[:, :, None] > 0, ratios, 0.0)  # a seed of weight 0 may have a NaN ratio
+    return np.asarray(np.einsum("bsp,bs->bp", ratios, seeds / num_seeds))
+
+
+@lru_cache(maxsize=32)
+def _weights(count: int, *key: int | str) -> Floats:
+    generator = np.random.default_rng(stream_key("bootstrap", *key))
+    weights = generator.multinomial(count, np.full(count, 1 / count), size=RESAMPLES)
+    return np.asarray(np.vstack([np.ones(count), weights]))
+
+
+def column_metrics(matrix: Floats, own: Stages) -> dict[str, dict[int, Floats]]:
+    """Return metrics of each column c, [B], from the matrix R [B, P, C].
+
+    `backward_transfer` is R[T, c] - R[i, c], where i < T is the last stage that trained c. The mean
+    over columns is GEM's BWT. If stage T trained c, or no stage did, c has no `backward_transfer`.
+    `forward_transfer` is R[i - 1, c] - R[0, c], where i > 1 is the first stage that trained c, or
+    T + 1 if no stage trained c. The mean over columns is GEM's FWT, but GEM subtracts the accuracy
+    of a random initialisation, not R[0, c].
+    `forgetting` is max over t < T of R[t, c], minus R[T, c], for columns with `backward_transfer`
+    (Chaudhry et al. 2018, equation 3, but from t = 0). The maximum of noisy numbers is biased
+    upwards, so only the interval of `backward_transfer` can show that a policy has forgotten.
+    """
+    end = len(own)
+    names = ("backward_transfer", "forward_transfer", "forgetting")
+    found: dict[str, dict[int, Floats]] = {name: {} for name in names}
+    for c in range(matrix.shape[-1]):
+        accuracy = matrix[..., c]
+        stages = [t for t, columns in enumerate(own, 1) if c in columns]
+        first = min(stages, default=end + 1)
+        last = max(stages, default=end)
+        if first > 1:
+            found["forward_transfer"][c] = accuracy[:, first - 1] - accuracy[:, 0]
+        if last < end:
+            found["backward_transfer"][c] = accuracy[:, end] - accuracy[:, last]
+            found["forgetting"][c] = accuracy[:, :end].max(-1) - accuracy[:, end]
+    return found
+
+
+def stage_gains(matrix: Floats, own: Stages) -> list[list[Floats]]:
+    """Return R[t, c] - R[t - 1, c], [B], for each stage t and every column c that t trained."""
+    return [
+        [matrix[:, t, c] - matrix[:, t - 1, c] for c in sorted(columns)]
+        for t, columns in enumerate(own, 1)
+    ]
+
+
+def matrix_metrics(matrix: Floats, own: Stages, num_episodes: int) -> dict[str, Floats]:
+    """Return the metrics [B] of the whole matrix [B, P, C], without metrics that have no value.
+
+    - average_accuracy: mean over columns of R[T, c] (GEM's ACC)
+    - total_gain: mean over columns of R[T, c] - R[0, c]
+    - stage_gain: mean of `stage_gains`
+    - learning_efficiency: total gain per thousand training episodes
+    - backward_transfer, forward_transfer, forgetting: means of `column_metrics`
+    """
+    end = matrix[:, len(own)]
+    found: dict[str, Floats | None] = {"average_accuracy": np.asarray(end.mean(-1))}
+    if own:
+        found["total_gain"] = gain = np.asarray((end - matrix[:, 0]).mean(-1))
+        found["stage_gain"] = mean(of for gains in stage_gains(matrix, own) for of in gains)
+        found |= {name: mean(of.values()) for name, of in column_metrics(matrix, own).items()}
+        found["learning_efficiency"] = gain / (num_episodes / 1000) if num_episodes else None
+    return {name: samples for name, samples in found.items() if samples is not None}
+
+
+def area_under_curve(curve: Floats, steps: Sequence[int]) -> Floats:
+    """Return the mean of a curve [B, P] over the steps by the trapezoidal rule, [B]."""
+    return np.asarray(np.trapezoid(curve, steps, axis=1) / (steps[-1] - steps[0]))
+
+
 class Runs:
-    """The evaluations of runs on the same tasks. Letters in shapes: see `transfer_metrics.py`.
+    """The evaluations of runs on the same tasks.
 
     Raises UserError if the runs have different tasks or thresholds.
     """
@@ -66,10 +222,6 @@ class Runs:
 
         return self.by_task(domain, counts)
 
-    def means(self, domain: str, totals: Floats) -> list[Number | None]:
-        samples = resampled(totals, np.ones_like(totals), domain, self.over_seeds)
-        return [*map(estimate, samples.T)]
-
     def num_episodes(self, stages: Sequence[str]) -> float:
         """Return the number of training episodes in all `stages`, averaged over the runs."""
         training = [run.get("training", {}) for run in self.runs]
@@ -87,7 +239,7 @@ class Matrix(NamedTuple):
     num_episodes: int  # number of training episodes, averaged over the runs
 
     def numbers(self) -> dict[str, Floats]:
-        return metrics.of_matrix(self.samples, self.own, self.num_episodes)
+        return matrix_metrics(self.samples, self.own, self.num_episodes)
 
 
 def summary(results: Sequence[Results], over_seeds: bool = True) -> dict[str, Any]:
@@ -105,11 +257,12 @@ def summary(results: Sequence[Results], over_seeds: bool = True) -> dict[str, An
     areas = _areas(runs)
     for domain in of_domains.names:
         means, graded = runs.by_task(
-            domain, lambda of, t: (fmean(of["tasks"][t]), metrics.is_graded(of["tasks"][t]))
+            domain, lambda of, t: (fmean(of["tasks"][t]), is_graded(of["tasks"][t]))
         )
         if graded.any():
-            rewards[domain] = runs.means(domain, means)
-    area = {"area_under_curve": metrics.mean(areas.values())}
+            samples = resampled(means, np.ones_like(means), domain, over_seeds)
+            rewards[domain] = [*map(estimate, samples.T)]
+    area = {"area_under_curve": mean(areas.values())}
     return {
         "points": of_domains.points,
         "num_seeds": len(results),
@@ -127,7 +280,7 @@ def _of_columns(matrix: Matrix) -> dict[str, Any]:
     names, _, samples, own, num_tasks, _ = matrix
     gain = zip(names, (samples[:, len(own)] - samples[:, 0]).T, strict=True)
     rows = np.moveaxis(samples, 0, -1)
-    steps = np.diff(np.moveaxis(samples, 0, -1), axis=0)
+    steps = np.diff(rows, axis=0)
     return {
         "names": names,
         "gain": {name: estimate(of) for name, of in gain if own},
@@ -135,7 +288,7 @@ def _of_columns(matrix: Matrix) -> dict[str, Any]:
         "effects": [[*map(estimate, row)] for row in steps],
         **{
             metric: _estimates({names[c]: of for c, of in found.items()})
-            for metric, found in metrics.of_columns(samples, own).items()
+            for metric, found in column_metrics(samples, own).items()
         },
     }
 
@@ -149,12 +302,12 @@ def _cell(samples: Floats, num_tasks: int) -> Number | None:
     number = estimate(samples)
     if number is None or number[0] not in (0, 1) or number[1] is None or number[1] != number[2]:
         return number
-    return [number[0], *(round(bound, 6) for bound in metrics.wilson(number[0], num_tasks))]
+    return [number[0], *(round(bound, 6) for bound in wilson(number[0], num_tasks))]
 
 
 def _of_stages(runs: Runs, matrix: Matrix) -> list[dict[str, Any]]:
     stages = []
-    gains = metrics.stage_gains(matrix.samples, matrix.own)
+    gains = stage_gains(matrix.samples, matrix.own)
     for name, own, of_domains in zip(matrix.points[1:], matrix.own, gains, strict=True):
         episodes = runs.num_episodes([name])
         gain = np.asarray(np.mean(of_domains, axis=0))
@@ -179,7 +332,7 @@ def _matrix(runs: Runs, kind: str) -> Matrix:
             "settings were changed on a resume; there are no transfer numbers for such a run"
         )
     columns = [(d, *column) for d in runs.tasks for column in _columns(runs, kind, d)]
-    samples = np.zeros((metrics.RESAMPLES + 1, len(points), len(columns)))
+    samples = np.zeros((RESAMPLES + 1, len(points), len(columns)))
     for c, (domain, _, totals, counts) in enumerate(columns):
         samples[..., c] = resampled(totals, counts, domain, runs.over_seeds)
     return Matrix(
@@ -234,8 +387,7 @@ def rate(evaluation: Mapping[str, Any], domain: str, kind: str, threshold: float
         if kind == "mean":
             trials = [of["tasks"][task] for task in sorted(of["tasks"])]
             solved = [fmean(succeeded(reward, threshold) for reward in task) for task in trials]
-        totals = np.array([[solved]], dtype=np.float64)
-        samples.append(resampled(totals, np.ones_like(totals), name)[:, 0])
+        samples.append(_mean_samples(solved, name))
     return _cell(np.mean(samples, axis=0), sum(len(of["tasks"]) for of in used.values()))
 
 
@@ -244,10 +396,12 @@ def mean_over_tasks(values: Sequence[float], name: str) -> Number | None:
 
     `name` is the key of the random numbers of the bootstrap.
     """
-    if not values:
-        return None
+    return _cell(_mean_samples(values, name), len(values)) if values else None
+
+
+def _mean_samples(values: Sequence[float], name: str) -> Floats:
     totals = np.array([[values]], dtype=np.float64)
-    return _cell(resampled(totals, np.ones_like(totals), name)[:, 0], len(values))
+    return resampled(totals, np.ones_like(totals), name)[:, 0]
 
 
 def threshold_of(runs: Sequence[Results]) -> float:
@@ -276,13 +430,13 @@ def _areas(runs: Runs) -> dict[str, Floats]:
         of_tasks = np.array([[[of[task] for task in tasks] for of in run] for run in rewards])
         solved = succeeded(of_tasks, runs.threshold).astype(np.float64)
         curve = resampled(solved, np.ones_like(solved), f"validation {domain}")
-        areas[domain] = metrics.area_under_curve(curve, steps)
+        areas[domain] = area_under_curve(curve, steps)
     return areas
 
 
 def _passes(runs: Runs, domain: str) -> dict[str, list[Number | None]]:
     successes, num_trials = runs.successes(domain).astype(int)
-    estimators = {"@": np.vectorize(metrics.pass_at_k), "^": np.vectorize(metrics.pass_hat_k)}
+    estimators = {"@": np.vectorize(pass_at_k), "^": np.vectorize(pass_hat_k)}
 
     def rates(totals: Floats) -> list[Number | None]:
         samples = resampled(totals, np.ones_like(totals), domain, runs.over_seeds)
@@ -305,3 +459,60 @@ def differences(
     Runs([*runs, *others])  # raises UserError
     mine, theirs = (_matrix(Runs(of, over_seeds), "domains").numbers() for of in (runs, others))
     return _estimates({name: mine[name] - theirs[name] for name in mine if name in theirs})
+
+
+def worse(results: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what became worse, the largest fall first, and how many were compared.
+
+    Something became worse if the 95 % interval of the change, over the same tasks, is below 0.
+    About one of 40 comparisons finds a fall where there is none.
+    """
+    found = list[dict[str, Any]]()
+    num_compared = 0
+    threshold = float(results["success_threshold"])
+    points = points_of(results)
+    if len(points) < 2 or points[0]["after"] not in BEFORE_GRPO:
+        return {"compared": 0, "found": []}
+    before = points[0]["success"]
+    after = points[-1]["success"]
+    for domain in before.keys() & after.keys():
+        groups = _groups(results, domain)
+        for key, kind in KINDS.items():
+            first, last = (_successes(of[domain].get(key, {}), threshold) for of in (before, after))
+            if first.keys() != last.keys():
+                continue  # a run that went on with `override` may have other tasks
+            for name, tasks in groups.items():
+                tasks = [task for task in tasks if task in first]
+                if len(tasks) < MIN_TASKS:
+                    continue
+                num_compared += 1
+                changes = [last[task] - first[task] for task in tasks]
+                change = mean_over_tasks(changes, f"worse {name} {kind}")
+                if change and change[2] is not None and change[2] < 0:
+                    rates = [sum(of[t] for t in tasks) / len(tasks) for of in (first, last)]
+                    row = {"name": name, "kind": kind, "num_tasks": len(tasks), "change": change}
+                    found.append({**row, "before": rates[0], "after": rates[1]})
+    found.sort(key=lambda row: (row["change"][0], row["name"], row["kind"]))
+    return {"compared": num_compared, "found": found}
+
+
+def _groups(results: Mapping[str, Any], domain: str) -> dict[str, list[str]]:
+    """Return the tasks of a domain, and of its families and branches, by name."""
+    families = results["task_families"].get(domain, {})
+    branches = results["task_branches"].get(domain, {})
+    groups = defaultdict[str, list[str]](list)
+    for task, family in families.items():
+        names = [domain, f"{domain}/{family}", f"{domain}/{family}/{branches[task]}"]
+        # Without a family or a branch, the names are equal but for slashes at their ends.
+        for name in dict.fromkeys(name.rstrip("/") for name in names):
+            groups[name].append(task)
+    return groups
+
+
+def _successes(tasks: Mapping[str, Any], threshold: float) -> dict[str, float]:
+    """Return each task's share of successful trials; a greedy task has one trial."""
+    trials = {task: of if isinstance(of, list) else [of] for task, of in tasks.items()}
+    return {
+        task: sum(succeeded(reward, threshold) for reward in of) / len(of)
+        for task, of in trials.items()
+    }

@@ -1,13 +1,17 @@
 """The model card: what the model is, its results with intervals, its limits, and how it was made.
 
+The card's snippet uses an example of what the model was trained on.
+
 All numbers come from the files of the run, through the functions that write the run's report.
 """
 
+import gzip
 import json
 import platform
 import shlex
 from collections.abc import Mapping
 from importlib.metadata import version
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +23,9 @@ from pipeline.config.recipe import SETTINGS, SHIPPED, in_words, load_recipe
 from pipeline.config.settings import SINGLE_TURN, Config
 from pipeline.evaluation.transfer import summary
 from pipeline.export.checkpoint import RunCheckpoint
-from pipeline.export.example import example_of
 from pipeline.files.hub import hub_reachable
 from pipeline.files.untrusted import masked, printable
 from pipeline.models.files import HUB_ID
-from pipeline.report.page import TEMPLATES, table
 from pipeline.report.tables import (
     METRICS,
     about_table,
@@ -32,7 +34,8 @@ from pipeline.report.tables import (
     metric,
     success_tables,
 )
-from pipeline.tracking.run_files import RunData, after_name, load_run
+from pipeline.report.write import TEMPLATES, table
+from pipeline.tracking.run_files import RunData, after_name
 
 LICENCE = ("license", "license_name", "license_link")  # keys of a card's metadata
 LIBRARIES = ("torch", "transformers", "trl", "peft", "accelerate")
@@ -41,19 +44,37 @@ ELSEWHERE = {"output_dir", "resume_from_checkpoint", "override", "check", "docto
 ELSEWHERE |= {"push_to_hub", "hub_model_id", "hub_private_repo"}
 
 CARD = TEMPLATES / "model_card.md.jinja"
+Example = dict[str, Any]
+
+
+def example_of(run: RunData) -> Example:
+    """Return the first messages of a held-out episode, and the JSON schemas of its tools.
+
+    Without transcripts, the example is one word without tools.
+    """
+    for path in sorted(run.folder.glob("trajectories/evaluation-*/step-*.jsonl.gz")):
+        with gzip.open(path, "rt", encoding="utf-8") as file:
+            episode = json.loads(file.readline() or "{}")
+        if messages := episode.get("messages"):
+            asked = takewhile(lambda message: message["role"] != "assistant", messages)
+            tools = run.results.get("tools", {}).get(episode["domain"], [])
+            return {"messages": [*asked], "tools": tools}
+    return {"messages": [{"role": "user", "content": "Hello"}], "tools": []}
 
 
 def model_card(
-    checkpoint: RunCheckpoint, base_of_adapters: str | None = None, repo_id: str | None = None
+    checkpoint: RunCheckpoint,
+    run: RunData,
+    example: Example,
+    base_of_adapters: str | None = None,
+    repo_id: str | None = None,
 ) -> ModelCard:
-    """Return the card of an exported checkpoint.
+    """Return the card of an exported checkpoint of `run`.
 
     `base_of_adapters` is the base model if the folder holds LoRA adapters, and `repo_id` the place
-    on the hub. Raises UserError if the run's files cannot be read.
+    on the hub.
     """
-    run = load_run(checkpoint.run)
     config = without_places(checkpoint.config)
-    example = example_of(run)
     model = checkpoint.config.model.model
     # Without results, a domain that is not of one message counts as one with tools.
     may_have = (config.data.factories[n].factory != SINGLE_TURN for n in config.data.domains)

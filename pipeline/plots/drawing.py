@@ -1,6 +1,12 @@
-"""Colours, axes, intervals and legends of all pictures; matplotlib is imported only to draw."""
+"""Colours, axes, intervals and legends of all pictures; PNG files, and SVG elements of a page.
 
-from collections.abc import Sequence
+matplotlib is imported only to draw.
+"""
+
+import io
+import re
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipeline.tracking.run_files import RunData
@@ -13,6 +19,7 @@ else:
 
 WIDTH = 5.4  # width in inches; the text is legible in a printed paper
 FONT_SIZE = 8.5
+DPI = 175
 # Okabe and Ito's palette: colour-blind readers can tell the colours apart.
 DARK = ("#0072B2", "#D55E00", "#009E73")
 COLOURS = (*DARK, "#CC79A7", "#E69F00", "#56B4E9")
@@ -20,6 +27,7 @@ GREY = "#767676"
 # Almost black and white; `inline_svg` would replace exact black and white.
 DARK_INK = "#010101"
 LIGHT_INK = "#fffffe"
+PAGE_COLOURS = {"#ffffff": "var(--paper)", "#000000": "currentColor"}
 
 BELOW: dict[str, Any] = {"loc": "outside lower center", "frameon": False, "fontsize": "small"}
 
@@ -98,3 +106,45 @@ def legend(figure: Figure, handles: Sequence[Handle]) -> None:
     lines = [Line2D([], [], **{"color": GREY, **style}, label=name) for name, style in handles]
     columns = max(1, int(figure.get_figwidth() // 2.2))
     figure.legend(handles=lines, ncols=columns, **BELOW)
+
+
+def draw(
+    functions: Mapping[str, Callable[[Any], Figure | None]], content: Any
+) -> dict[str, Figure]:
+    """Call each function; return the figures by name, without functions that drew nothing."""
+    from matplotlib import rc_context
+
+    with rc_context({"font.size": FONT_SIZE}):
+        figures = {name: function(content) for name, function in functions.items()}
+    return {name: figure for name, figure in figures.items() if figure is not None}
+
+
+def save(figures: Mapping[str, Figure], folder: Path) -> None:
+    for name, figure in figures.items():
+        figure.savefig(folder / f"{name}.png", dpi=DPI)
+        figure.set_layout_engine(None)  # the SVG element keeps the layout of the PNG file
+
+
+def inline_svg(figure: Figure, name: str) -> str:
+    """Return the figure as an SVG element with the text and background colours of the page.
+
+    The element has no links. Ids are hashes of `name` and of the content, so that pictures on the
+    same page have different ids.
+    """
+    from matplotlib import rc_context
+
+    buffer = io.StringIO()
+    with rc_context({"svg.fonttype": "none", "svg.hashsalt": name}):
+        figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
+    text = buffer.getvalue()
+    text = re.sub(r"<metadata>.*?</metadata>", "", text[text.index("<svg") :], flags=re.DOTALL)
+    text = re.sub(r' xmlns(:\w+)?="[^"]*"', "", text).replace("xlink:href", "href")
+    text = re.sub(r'^<svg [^>]*?viewBox="([^"]*)"[^>]*>', r'<svg viewBox="\1">', text)
+    used = set(re.findall(r'(?:url\(|href=")#([\w.-]+)', text))
+    text = re.sub(r' id="([\w.-]+)"', lambda found: found[0] if found[1] in used else "", text)
+    for colour, of_page in PAGE_COLOURS.items():
+        text = text.replace(colour, of_page)
+    for index, colour in enumerate(COLOURS):
+        of_domain = rf"\1var(--domain-{index})"
+        text = re.sub(rf"(<text [^>]*fill: ){colour}", of_domain, text, flags=re.IGNORECASE)
+    return re.sub(r"\n\s*", "\n", text)

@@ -1,76 +1,403 @@
-"""All pictures of a run or a comparison, as PNG files and as SVG elements of a page."""
+"""The pictures of a run (learning curves, matrix, transfer, times), and of a comparison of runs."""
 
-from __future__ import annotations
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import chain, cycle, repeat
+from statistics import fmean
+from textwrap import fill
+from typing import Any, NamedTuple
 
-import io
-import re
-from collections.abc import Callable, Mapping
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+import numpy as np
 
-from pipeline.plots import training, transfer
-from pipeline.plots.drawing import COLOURS, FONT_SIZE
+from pipeline.data.curriculum import BEFORE_GRPO
+from pipeline.evaluation.transfer import mean_over_tasks, points_of, rate, succeeded
+from pipeline.plots import drawing
+from pipeline.plots.drawing import (
+    COLOURS,
+    WIDTH,
+    Axes,
+    Figure,
+    Handle,
+    Number,
+    complete,
+    error_bar,
+    shown,
+)
 from pipeline.tracking.run_files import RunData
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+SMOOTHED_OVER = 9  # number of steps in the window of the moving average
+LEAST_KL = 1e-3  # The KL axis extends at least to this value, in nats.
+PALE = "#999999"
+STEP: dict[str, Any] = {"linewidth": 0.8, "alpha": 0.4}
+SMOOTHED: dict[str, Any] = {"linewidth": 2}
+VALIDATION: dict[str, Any] = {"marker": "s", "markersize": 4.5, "mfc": "white", "linestyle": "none"}
+HELD_OUT: dict[str, Any] = {"marker": "o", "markersize": 6, "mec": "black", "linestyle": "none"}
+KL: dict[str, Any] = {"marker": "v", "markersize": 4, "linewidth": 1, "linestyle": "--"}
+BASELINE: Handle = ("best baseline (a fixed policy)", {"linestyle": ":", "linewidth": 1})
+SQUARE: dict[str, Any] = {"marker": "s", "markersize": 9, "linestyle": "none"}
+STOP = "rollout/stop/"
 
-DPI = 175
-OF_RUN: dict[str, Callable[[RunData], Figure | None]] = {
-    "learning_curves": training.learning_curves,
-    "stage_performance": transfer.stage_performance,
-    "accuracy_matrix": transfer.accuracy_matrix,
-    "transfer": transfer.transfer,
-    "stop_reasons": training.stop_reasons,
-    "zero_std_groups": training.zero_std_groups,
-    "time_and_memory": training.time_and_memory,
+Records = Sequence[Mapping[str, Any]]
+Values = np.ndarray[Any, Any]  # a number for each step
+INTERVAL: dict[str, Any] = {"fmt": "none", "ecolor": "black", "capsize": 2.5, "elinewidth": 1}
+DIAMOND: dict[str, Any] = {"marker": "D", "color": "black", "mfc": "white", "linestyle": "none"}
+RATES = [("sampled (pale: before GRPO)", SQUARE), ("greedy, always the likeliest token", DIAMOND)]
+FRAME: dict[str, Any] = {"fill": False, "edgecolor": COLOURS[1], "linewidth": 2.5, "zorder": 3}
+DIRECTIONS = {  # for each metric: title of the panel, meaning of negative and positive values
+    "backward_transfer": ("backward transfer: effect of later stages", "- lost, + helped"),
+    "forward_transfer": ("forward transfer: effect of earlier stages", "- lost, + helped"),
+    "forgetting": ("forgetting: best success minus that at the end", "+ lost, - gained"),
 }
-OF_COMPARISON = {"pareto": transfer.pareto}
-PAGE_COLOURS = {"#ffffff": "var(--paper)", "#000000": "currentColor"}
+MARKERS = "osD^vPX<>ph"
+# Petroff's ten colours (arXiv 2107.02270), distinct also for colour-blind readers. Markers have
+# black edges, so that light and dark colours stand out from any page.
+OF_CONFIGURATIONS = (
+    *("#3F90DA", "#FFA90E", "#BD1F01", "#94A4A2", "#832DB6"),
+    *("#A96B59", "#E76300", "#B9AC70", "#717581", "#92DADD"),
+)
+OF_MIXED = ("black", "*", 13)
+EDGED: dict[str, Any] = {"mec": "black", "mew": 0.8, "linestyle": "none", "zorder": 4}
+LEGEND_CHARACTERS = 56  # maximum length of a line of the legend
+
+Bar = tuple[str, Number | None, str]  # name, value with interval, colour
+
+
+def learning_curves(run: RunData) -> Figure:
+    """Draw training reward, validation success and held-out success by domain over the steps.
+
+    A low panel below a domain shows the domain's KL estimates (see `kl_probe.py`), if any.
+    """
+    divergences = {d: _points(run.validation, f"validation/{d}/kl") for d in run.domains}
+    heights = [height for d in run.domains for height in ((3, 1) if divergences[d] else (3,))]
+    words = "training reward and held-out success"
+    height = 0.55 * sum(heights) + 1.3
+    figure, panels = drawing.panels_over_steps(run, words, heights, height)
+    remaining = iter(panels)
+    for domain, colour in zip(run.domains, cycle(COLOURS), strict=False):
+        _draw_success(next(remaining), run, domain, colour)
+        if points := divergences[domain]:
+            axes = next(remaining)
+            axes.plot(*zip(*points, strict=True), color=colour, clip_on=False, **KL)
+            axes.set_ylim(0, 1.25 * max([LEAST_KL, *(value for _, value in points)]))
+            axes.set_ylabel("KL", fontsize="small")
+            axes.locator_params(axis="y", nbins=2)
+    last = max([1, *(record["step"] for record in [*run.train, *run.evaluations])])
+    panels[-1].set_xlim(-0.03 * last, 1.03 * last)
+    figure.supylabel("mean reward, success rate", fontsize="medium")
+    kl = "KL per token (nats) from the\npolicy when it was learned"
+    handles: list[tuple[Any, str, dict[str, Any]]] = [
+        (run.train, "training reward of a step", STEP),
+        (run.train, f"mean of {SMOOTHED_OVER} steps", SMOOTHED),
+        (run.validation, "validation, sampled, 95 % interval", VALIDATION),
+        (True, f"{run.results.get('split', 'test')}, sampled, 95 % interval", HELD_OUT),
+        (any(divergences.values()), kl, KL),
+        (run.results["baselines"], *BASELINE),
+    ]
+    drawing.legend(figure, [handle for is_shown, *handle in handles if is_shown])
+    return figure
+
+
+def _draw_success(axes: Axes, run: RunData, domain: str, colour: str) -> None:
+    axes.set_ylim(-0.03, 1.03)
+    axes.set_ylabel(domain, color=colour, fontweight="bold")
+    rewards = axes
+    if run.is_graded(domain):  # graded rewards get a second y axis
+        rewards = axes.twinx()
+        rewards.set_ylabel("mean reward", color=colour, fontsize="small")
+        rewards.spines[["top"]].set_visible(False)
+    for stage in run.stages:
+        if points := _points(run.of_stage(stage), f"reward/{domain}"):
+            steps, raw = zip(*points, strict=True)
+            rewards.plot(steps, raw, color=colour, **STEP)
+            rewards.plot(steps, smooth(raw), color=colour, **SMOOTHED)
+    draw_baseline(rewards, run, domain, colour)
+    intervals = {v["step"]: _validated(run, v, domain) for v in run.results.get("validations", [])}
+    ends = {evaluation["step"] for evaluation in run.evaluations}
+    aside = 0.016 * max(ends, default=0)  # so that no point hides another of the same step
+    for step, mean in _points(run.validation, f"validation/{domain}/success"):
+        x = step - aside * (step in ends)
+        draw_rate(axes, x, intervals.get(step) or [mean, None, None], color=colour, **VALIDATION)
+    for evaluation in points_of(run.results):
+        if number := rate(evaluation, domain, "mean", run.success_threshold):
+            style = {"color": colour, "zorder": 5, **HELD_OUT}
+            draw_rate(axes, evaluation["step"], number, **style)
+
+
+def _validated(run: RunData, validation: Mapping[str, Any], domain: str) -> Number | None:
+    """Return the rate of a validation, which has one sampled trial of each task."""
+    tasks = sorted(validation["success"].get(domain, {}).items())
+    solved = [float(succeeded(reward, run.success_threshold)) for _, reward in tasks]
+    return mean_over_tasks(solved, domain)
+
+
+def _points(records: Iterable[Mapping[str, Any]], key: str) -> list[tuple[int, float]]:
+    return [(record["step"], record[key]) for record in records if record.get(key) is not None]
+
+
+def smooth(values: Sequence[float]) -> list[float]:
+    """Return the centred moving average; the window is shorter at both ends."""
+    half = SMOOTHED_OVER // 2
+    return [fmean(values[max(0, i - half) : i + half + 1]) for i in range(len(values))]
+
+
+def draw_baseline(axes: Axes, run: RunData, domain: str, colour: str) -> None:
+    if rates := run.results["baselines"].get(domain):
+        axes.axhline(max(rates.values()), color=colour, **BASELINE[1])
+
+
+def draw_rate(axes: Axes, x: float, number: Number, **style: Any) -> None:
+    bar = error_bar(*whole) if (whole := complete(number)) else None
+    style = {"capsize": 2, "elinewidth": 1, "clip_on": False, **style}
+    axes.errorbar(x, number[0] or 0.0, bar, **style)
+
+
+def stop_reasons(run: RunData) -> Figure | None:
+    reasons = sorted({key.removeprefix(STOP) for of in run.train for key in of if STOP in key})
+    layers = dict(zip(reasons, _columns(run.train, STOP, *reasons), strict=True))
+    panels = {"share of episodes": layers}
+    colours = chain(COLOURS, repeat(PALE))
+    return _stacked(run, "why episodes ended", run.train, panels, colours, top=1)
+
+
+def zero_std_groups(run: RunData) -> Figure | None:
+    records = [record for record in run.train if "rollout/all_failed" in record]
+    names = ("all_failed", "all_solved", "too_few_left")
+    failed, solved, few = _columns(records, "rollout/", *names)
+    signal = 1 - failed - solved - few
+    layers = {"all failed": failed, "with a signal": signal, "all solved": solved}
+    panels = {"share of groups": {**layers, "fewer than two left": few}}
+    colours = (COLOURS[1], COLOURS[0], COLOURS[5], PALE)
+    return _stacked(run, "zero-std groups (equal rewards)", records, panels, colours, top=1)
+
+
+def time_and_memory(run: RunData) -> Figure | None:
+    names = ("sample_s", "environment_s", "update_s", "wait_s", "step_s", "peak_memory_mb")
+    columns = _columns(run.timings, "perf/", *names)
+    sample, environment, update, wait, step, memory = columns
+    other = np.maximum(0, step - sample - update - wait)
+    layers = {"sampling": sample - environment, "environment": environment, "update": update}
+    panels = {
+        "seconds of a step": {**layers, "waiting for ranks": wait, "other": other},
+        "peak memory\nof a rank, GB": {"memory": memory / 1000},
+    }
+    colours = (*(COLOURS[i] for i in (0, 4, 2, 3)), PALE, COLOURS[5])
+    return _stacked(run, "time and memory", run.timings, panels, colours)
+
+
+def _columns(records: Records, prefix: str, *names: str) -> list[Values]:
+    return [np.array([of.get(prefix + name) or 0.0 for of in records]) for name in names]
+
+
+def _stacked(
+    run: RunData,
+    words: str,
+    records: Records,
+    panels: Mapping[str, Mapping[str, Values]],
+    colours: Iterable[str],
+    top: float | None = None,
+) -> Figure | None:
+    if not any(values.any() for values in next(iter(panels.values())).values()):
+        return None
+    heights = [2, *[1] * (len(panels) - 1)]
+    figure, grid = drawing.panels_over_steps(run, words, heights, 1.5 + 1.2 * len(panels))
+    edges = [records[0]["step"] - 0.5, *(record["step"] + 0.5 for record in records)]
+    of_layers = iter(colours)
+    handles = []
+    for axes, (label, layers) in zip(grid, panels.items(), strict=True):
+        below = np.zeros(len(records))
+        for (name, values), colour in zip(layers.items(), of_layers, strict=False):
+            if values.any():
+                style: dict[str, Any] = {"baseline": below, "fill": True, "color": colour}
+                axes.stairs(below + values, edges, linewidth=0, **style)
+                below = below + values
+                handles += [(name, {**SQUARE, "color": colour})] if axes is grid[0] else []
+        axes.set(xlim=(edges[0], edges[-1]), ylim=(0, top), ylabel=label)
+    drawing.legend(figure, handles)
+    return figure
+
+
+def stage_performance(run: RunData) -> Figure:
+    """Draw sampled success (bars) and greedy success (diamonds) of each domain after each stage."""
+    names = [evaluation["after"].replace("_", " ") for evaluation in run.evaluations]
+    columns = min(3, len(run.domains))
+    rows = math.ceil(len(run.domains) / columns)
+    width = max(WIDTH / columns, 0.28 * len(names) + 0.4)
+    words = "held-out success after each stage, with 95 % intervals"
+    figure = drawing.new_figure(run, words, columns * width, rows * 3.0 + 1.2)
+    for index, (domain, colour) in enumerate(zip(run.domains, cycle(COLOURS), strict=False), 1):
+        axes = figure.add_subplot(rows, columns, index)
+        axes.set_ylim(-0.03, 1.03)
+        drawing.tidy(axes)
+        for x, evaluation in enumerate(run.evaluations):
+            if domain in evaluation["success"]:
+                kinds = ("mean", "greedy")
+                is_pale = evaluation["after"] in BEFORE_GRPO
+                numbers = [rate(evaluation, domain, k, run.success_threshold) for k in kinds]
+                _draw_rates(axes, x, numbers, colour, is_pale)
+        if not run.is_graded(domain):  # a mean of graded rewards is no success rate
+            draw_baseline(axes, run, domain, colour)
+        axes.set_title(domain, loc="left", color=colour, fontweight="bold")
+        axes.set_xticks(range(len(names)), names, rotation=35, ha="right", rotation_mode="anchor")
+        axes.set(xlim=(-0.7, max(len(names), 1) - 0.3), xlabel="evaluated after")
+    figure.supylabel("success rate", fontsize="medium")
+    drawing.legend(figure, [*RATES, *([BASELINE] if run.results["baselines"] else [])])
+    return figure
+
+
+def _draw_rates(axes: Axes, x: float, numbers: Sequence[Any], colour: str, pale: bool) -> None:
+    sampled, greedy = numbers
+    axes.bar(x, sampled[0], width=0.8, color=colour, alpha=0.4 if pale else 1.0)
+    if sampled[0] >= 0.2:
+        ink = drawing.LIGHT_INK if colour in drawing.DARK and not pale else "black"
+        style: dict[str, Any] = {"ha": "center", "size": "small", "color": ink, "rotation": 90}
+        axes.text(x, 0.02, f"{sampled[0]:.2f}", **style)
+    draw_rate(axes, x - 0.15, sampled, fmt="none", ecolor="black")
+    draw_rate(axes, x + 0.2, greedy, ecolor="black", **DIAMOND)
+
+
+def accuracy_matrix(run: RunData) -> Figure | None:
+    """Draw the success of each domain (columns) after each stage (rows)."""
+    if not run.transfer:
+        return None
+    from matplotlib import colormaps, patches
+
+    of = run.transfer["domains"]
+    points = run.transfer["points"]
+    columns = of["names"]
+    width = max(WIDTH, 0.95 * len(of["names"]) + 1.9)
+    figure = drawing.new_figure(run, "accuracy matrix", width, 0.5 * len(points) + 1.1)
+    axes = figure.subplots()
+    for r, row in enumerate(of["matrix"]):
+        for c, number in enumerate(row):
+            text = "-"
+            ink = "black"
+            if cell := complete(number):
+                fill_colour = colormaps["cividis"](cell[0])
+                axes.add_patch(patches.Rectangle((c - 0.5, r - 0.5), 1, 1, color=fill_colour))
+                ink = drawing.DARK_INK if cell[0] > 0.55 else drawing.LIGHT_INK
+                text = shown(cell).replace(" [", "\n[")
+            axes.text(c, r, text, ha="center", va="center", color=ink, fontsize="small")
+    trained = [(stage["name"], name) for stage in run.transfer["stages"] for name in stage["own"]]
+    for r, c in ((points.index(stage), columns.index(name)) for stage, name in trained):
+        axes.add_patch(patches.Rectangle((c - 0.46, r - 0.44), 0.92, 0.88, **FRAME))
+    axes.set(xlim=(-0.5, len(columns) - 0.5), ylim=(len(points) - 0.5, -0.5))
+    axes.set_xticks(range(len(columns)), [fill(name, 13) for name in columns])
+    axes.set_yticks(range(len(points)), run.points)
+    axes.xaxis.tick_top()
+    axes.tick_params(length=0)
+    axes.spines[:].set_visible(False)
+    axes.set_xlabel("success of sampled trials, with 95 % interval\nframed: trained in that stage")
+    return figure
+
+
+def transfer(run: RunData) -> Figure | None:
+    """Draw bars: each domain's change in each stage, backward and forward transfer, forgetting."""
+    if not run.transfer or not run.transfer["domains"]["effects"]:
+        return None
+    of = run.transfer["domains"]
+    means = run.transfer["metrics"]
+    colours = dict(zip(of["names"], cycle(COLOURS), strict=False))
+    bars: list[Bar] = [
+        (f"stage {stage['name']}: {name}{' (own)' * (name in stage['own'])}", number, colours[name])
+        for stage, effects in zip(run.transfer["stages"], of["effects"], strict=True)
+        for name, number in zip(of["names"], effects, strict=True)
+    ]
+    panels = [(bars, "change of each domain over each stage", "- lost, + gained")]
+    for key, words in DIRECTIONS.items():
+        bars = [(name, number, colours[name]) for name, number in of[key].items()]
+        if len(bars) > 1 and key in means:
+            bars.append(("mean", means[key], drawing.GREY))
+        if bars:
+            panels.append((bars, *words))
+    rows = [len(bars) for bars, _, _ in panels]
+    title = "changes, with 95 % intervals"
+    height = 0.2 * sum(rows) + 0.65 * len(rows) + 0.4
+    figure = drawing.new_figure(run, title, WIDTH, height)
+    many = figure.subplots(len(panels), 1, squeeze=False, height_ratios=[n + 1 for n in rows]).flat
+    for axes, (bars, words_above, directions) in zip(many, panels, strict=True):
+        _draw_bars(axes, bars)
+        # A title aligned with the right edge may extend over the names of the bars on the left.
+        axes.set_title(words_above, loc="right", fontsize="medium", fontweight="bold")
+        axes.set_xlabel(f"difference of success rates; {directions}", fontsize="small")
+    return figure
+
+
+def _draw_bars(axes: Axes, bars: Sequence[Bar]) -> None:
+    for y, (_, number, colour) in enumerate(bars):
+        if not (points := complete(number)):
+            axes.text(0, y, "no interval", va="center", fontsize="small")
+            continue
+        axes.barh(y, points[0], height=0.7, color=colour)
+        axes.errorbar(points[0], y, xerr=error_bar(*points), **INTERVAL)
+        beside: dict[str, Any] = {"transform": axes.get_yaxis_transform(), "fontsize": "x-small"}
+        axes.text(1.02, y, shown(points, "+"), va="center", **beside)
+    axes.axvline(0, color="black", linewidth=1)
+    axes.set_yticks(range(len(bars)), [name for name, _, _ in bars], fontsize="small")
+    low, high = axes.get_xlim()
+    axes.set(xlim=(min(low, -0.01), max(high, 0.01)), ylim=(len(bars) - 0.4, -0.6))
+    drawing.tidy(axes, grid="x")
+
+
+class Configuration(NamedTuple):
+    """Runs whose settings differ only in the seed, and the transfer numbers of the runs."""
+
+    label: str
+    runs: Sequence[RunData]
+    transfer: Mapping[str, Any]  # `evaluation.transfer.summary` of all seeds
+    is_mixed: bool
+    against_mixed: Mapping[str, Any] | None  # each metric minus the same metric of mixed training
+
+
+def pareto(configurations: Sequence[Configuration]) -> Figure:
+    """Draw new-domain gain against forgetting. Each configuration is a point with two intervals.
+
+    A configuration without the metric `forgetting` is drawn at a forgetting of zero.
+    """
+    drawn = [c for c in configurations if complete(c.transfer["metrics"].get("stage_gain"))]
+    names = [fill(c.label, LEGEND_CHARACTERS) for c in drawn]
+    words = "new-domain gain against forgetting, 95 % intervals over tasks and seeds"
+    height = 3.5 + 0.19 * sum(name.count("\n") + 1 for name in names)
+    figure = drawing.new_figure(None, words, WIDTH, height)
+    axes = figure.subplots()
+    styles = zip(cycle(OF_CONFIGURATIONS), cycle(MARKERS), repeat(7), strict=False)
+    for configuration, name in zip(drawn, names, strict=True):
+        numbers = configuration.transfer["metrics"]
+        gain = complete(numbers["stage_gain"])
+        forgetting = complete(numbers.get("forgetting"))
+        colour, marker, size = OF_MIXED if configuration.is_mixed else next(styles)
+        if configuration.is_mixed:
+            axes.axhline(gain[0], color=colour, linestyle=":", linewidth=1)
+        forgotten = forgetting[0] if forgetting else 0.0
+        across = error_bar(*forgetting) if forgetting else None
+        lines = {**INTERVAL, "ecolor": colour, "zorder": 3, "elinewidth": 1.4}
+        axes.errorbar(forgotten, gain[0], yerr=error_bar(*gain), xerr=across, **lines)
+        axes.plot(
+            forgotten, gain[0], label=name, marker=marker, color=colour, markersize=size, **EDGED
+        )
+    axes.axvline(0, color="black", linewidth=0.8)
+    axes.update_datalim([(-0.025, 0), (0.025, 0)])  # the least width of the x axis
+    axes.autoscale_view()
+    axes.margins(0.08)
+    axes.set(
+        xlabel="forgetting, difference of success rates (+ lost, - gained)",
+        ylabel="new-domain gain, difference of success rates",
+    )
+    drawing.tidy(axes, grid="both")
+    figure.legend(**drawing.BELOW | {"fontsize": "medium"})
+    return figure
+
+
+OF_RUN: dict[str, Callable[[RunData], Figure | None]] = {
+    "learning_curves": learning_curves,
+    "stage_performance": stage_performance,
+    "accuracy_matrix": accuracy_matrix,
+    "transfer": transfer,
+    "stop_reasons": stop_reasons,
+    "zero_std_groups": zero_std_groups,
+    "time_and_memory": time_and_memory,
+}
 
 
 def pictures_of(run: RunData) -> dict[str, Figure]:
     """Return the figures of a run by file name, without the figures that would be empty."""
-    return draw(OF_RUN, run)
-
-
-def draw(
-    functions: Mapping[str, Callable[[Any], Figure | None]], content: Any
-) -> dict[str, Figure]:
-    """Call each function; return the figures by name, without functions that drew nothing."""
-    from matplotlib import rc_context
-
-    with rc_context({"font.size": FONT_SIZE}):
-        figures = {name: function(content) for name, function in functions.items()}
-    return {name: figure for name, figure in figures.items() if figure is not None}
-
-
-def save(figures: Mapping[str, Figure], folder: Path) -> None:
-    for name, figure in figures.items():
-        figure.savefig(folder / f"{name}.png", dpi=DPI)
-        figure.set_layout_engine(None)  # the SVG element keeps the layout of the PNG file
-
-
-def inline_svg(figure: Figure, name: str) -> str:
-    """Return the figure as an SVG element with the text and background colours of the page.
-
-    The element has no links. Ids are hashes of `name` and of the content, so that pictures on the
-    same page have different ids.
-    """
-    from matplotlib import rc_context
-
-    buffer = io.StringIO()
-    with rc_context({"svg.fonttype": "none", "svg.hashsalt": name}):
-        figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
-    text = buffer.getvalue()
-    text = re.sub(r"<metadata>.*?</metadata>", "", text[text.index("<svg") :], flags=re.DOTALL)
-    text = re.sub(r' xmlns(:\w+)?="[^"]*"', "", text).replace("xlink:href", "href")
-    text = re.sub(r'^<svg [^>]*?viewBox="([^"]*)"[^>]*>', r'<svg viewBox="\1">', text)
-    used = set(re.findall(r'(?:url\(|href=")#([\w.-]+)', text))
-    text = re.sub(r' id="([\w.-]+)"', lambda found: found[0] if found[1] in used else "", text)
-    for colour, of_page in PAGE_COLOURS.items():
-        text = text.replace(colour, of_page)
-    for index, colour in enumerate(COLOURS):
-        of_domain = rf"\1var(--domain-{index})"
-        text = re.sub(rf"(<text [^>]*fill: ){colour}", of_domain, text, flags=re.IGNORECASE)
-    return re.sub(r"\n\s*", "\n", text)
+    return drawing.draw(OF_RUN, run)

@@ -14,7 +14,7 @@ import yaml
 
 from pipeline.errors import UserError
 from pipeline.evaluation.transfer import differences, summary
-from pipeline.plots.transfer import Configuration
+from pipeline.plots.pictures import Configuration
 from pipeline.report.tables import METRICS, number_table
 from pipeline.tracking.run_files import RunData, load_run
 

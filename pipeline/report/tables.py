@@ -4,12 +4,10 @@ The success of sampled episodes and the success of greedy episodes are separate 
 reports never compare these measurements with each other.
 """
 
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta
 from math import ceil
 from statistics import fmean
-from textwrap import fill
 from typing import Any
 
 from pipeline.config.recipe import in_words
@@ -35,11 +33,8 @@ METRICS = {  # key in `results.json` -> name in reports
     "area_under_curve": "area under the learning curve",
 }
 UNSIGNED = ("average_accuracy", "area_under_curve")
-AT_THE_END = ("stage_gain", "backward_transfer", "forward_transfer", "forgetting")
 KINDS = {"mean": "sampled", "greedy": "greedy"}  # key in `results.json` -> name in reports
 ENDS = ("before GRPO", "after GRPO")
-MOST_FALLS = 5  # lines in the terminal about what became worse; the report has all
-MOST_CHARACTERS = 100  # maximum length of a line in the terminal
 
 STOP = "rollout/stop/"
 LEFT_OUT = "rollout/left_out/"
@@ -108,15 +103,6 @@ def failed_agents(results: Mapping[str, Any]) -> list[str]:
     return [f"agent {name} failed: {of['failed']}" for name, of in agents if "failed" in of]
 
 
-def agent_table(results: Mapping[str, Any]) -> Rows:
-    """Return a row per agent and domain with pass^1, pass^2, ...; no rows without an agent."""
-    found = [(n, d, of) for n, e in agents_of(results).items() for d, of in e["success"].items()]
-    most = max((len(of["pass^k"]) for *_, of in found), default=0)
-    header = ["agent", "domain", *(f"pass^{k + 1}" for k in range(most))]
-    rows = [[name, domain, *map(number, of["pass^k"])] for name, domain, of in found]
-    return [header, *([*row, *[""] * (2 + most - len(row))] for row in rows)] if rows else []
-
-
 def ends_in_words(evaluations: Sequence[Evaluation]) -> str:
     """Return which evaluations `before GRPO` and `after GRPO` mean."""
     ends = zip(ENDS, before_and_after(evaluations), strict=True)
@@ -151,48 +137,9 @@ def failures(evaluations: Sequence[Evaluation], transfer: Mapping[str, Any]) -> 
     return found
 
 
-def final_table(results: Mapping[str, Any]) -> str:
-    """Return the text for the end of a run: success before and after GRPO, rewards, metrics.
-
-    `(!)` marks a domain that failed, and a line below the table has the reason.
-    """
-    results = {"transfer": {}, **results}
-    transfer = results["transfer"]
-    evaluations = results["evaluations"]
-    failed = failures(evaluations, transfer)
-    tables = success_tables(results)
-    lines = list[str]()
-    for table in tables:
-        rows = [[f"{name} (!)" if name in failed else name, *cells] for name, *cells in table]
-        lines += [*aligned(rows), ""]
-    if rows := _pass_hat_table(transfer):
-        lines[-1:-1] = ["", *aligned(rows)]
-    words = [*([ends_in_words(evaluations)] if tables[1:] else []), "in brackets: 95 % intervals"]
-    lines[-1:] = [fill("; ".join(words), MOST_CHARACTERS)] if tables else []
-    lines += [f"(!) {line}" for line in (*failed.values(), *failed_agents(results))]
-    lines += worse_in_words(results)
-    if rewards := transfer.get("rewards", {}):
-        ends = {domain: map(shown, [*of[:1], *of[1:][-1:]]) for domain, of in rewards.items()}
-        lines += ["", *(f"mean reward {d}  {' -> '.join(of)}" for d, of in ends.items())]
-    if len(transfer.get("points", [])) > 2:
-        numbers = {name: n for name in AT_THE_END if (n := transfer["metrics"].get(name))}
-        width = max((len(METRICS[name]) for name in numbers), default=0)
-        lines += ["", *(f"{METRICS[n]:{width}}  {metric(of, n)}" for n, of in numbers.items())]
-    return "\n".join(lines)
-
-
-def worse_in_words(results: Mapping[str, Any]) -> list[str]:
-    """Return a line for each of the largest falls, and one that counts all."""
-    worse = results.get("worse", {"found": []})
-    lines = [
-        f"worse: {of['name']}, {of['kind']}  {number(of['before'])} -> {number(of['after'])}, "
-        f"change {shown(of['change'], '+')}, {of['num_tasks']} tasks"
-        for of in worse["found"][:MOST_FALLS]
-    ]
-    return [*lines, f"worse in all: {worse_count(worse)}"] if lines else []
-
-
-def worse_count(worse: Mapping[str, Any]) -> str:
+def worse_count(results: Mapping[str, Any]) -> str:
+    """Say how many of the compared rates fell in GRPO, and how many of them by chance."""
+    worse = results.get("worse", {"found": [], "compared": 0})
     by_chance = max(1, round(worse["compared"] / 40))
     return (
         f"{len(worse['found'])} of {worse['compared']} comparisons (domains, families, branches; "
@@ -200,26 +147,13 @@ def worse_count(worse: Mapping[str, Any]) -> str:
     )
 
 
-def worse_table(results: Mapping[str, Any]) -> Rows:
-    """Return a row for each domain, family or branch whose success is lower after GRPO."""
-    header = ["", "tasks", "episodes", *ENDS, "change"]
-    rows = [
-        [
-            *(of["name"], str(of["num_tasks"]), of["kind"]),
-            *(number(of["before"]), number(of["after"]), shown(of["change"], "+")),
-        ]
-        for of in results.get("worse", {"found": []})["found"]
-    ]
-    return [header, *rows] if rows else []
-
-
-def aligned(rows: Rows) -> list[str]:
-    """Return the rows as lines of text; the first column is aligned left."""
+def aligned(rows: Rows) -> str:
+    """Return a table as text; the first column is aligned left."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
+    return "\n".join(
         "  ".join([name.ljust(widths[0]), *map(str.rjust, cells, widths[1:])])
         for name, *cells in rows
-    ]
+    )
 
 
 def start_table(start: Mapping[str, Any]) -> Rows:
@@ -241,11 +175,11 @@ def start_table(start: Mapping[str, Any]) -> Rows:
 def start_block(start: Mapping[str, Any]) -> str:
     """Return the start report as text for the terminal."""
     words = f"held-out: {after_name(start['after'])}; then: groups of the first step"
-    lines = [*aligned(start_table(start)), f"{words}; in brackets: 95 % intervals"]
+    lines = [aligned(start_table(start)), f"{words}; in brackets: 95 % intervals"]
     return "\n".join([*lines, *(f"warning: {line}" for line in start["lines"])])
 
 
-def _pass_hat_table(transfer: Mapping[str, Any]) -> Rows:
+def pass_hat_table(transfer: Mapping[str, Any]) -> Rows:
     """Return pass^1 to pass^4 at the end of a run; no rows if a task has fewer than 4 trials."""
     names = [f"pass^{k}" for k in range(1, 5)]
     passes = transfer.get("passes", {})
@@ -272,19 +206,18 @@ def data_of(run: RunData) -> dict[str, Any]:
         "success_tables": success_tables({**run.results, "transfer": run.transfer}),
         "ends_in_words": ends_in_words(run.evaluations),
         "failures": failures(run.evaluations, run.transfer),
-        "worse": worse_table(run.results),
-        "worse_count": worse_count(of) if (of := run.results.get("worse")) else "",
+        "worse_count": worse_count(run.results),
         "baselines": baseline_table(run.results),
-        "agents": agent_table(run.results),
+        "agents": agents_of(run.results),
         "failed_agents": failed_agents(run.results),
         "start": start_table(run.results.get("start", {})),
         "about": about_table(run.results),
         "recipe": in_words(run.config),
         "train_tasks": train_tasks_in_words(run),
         "transfer_by": [_transfer_by(kind, of) for kind, of in columns.items()],
-        "tools": _tools(run),
+        "calls": _calls_in_training(run),
         "stop_reasons": {key: key.removeprefix(STOP) for key in metrics if key.startswith(STOP)},
-        "left_out": _left_out(run),
+        "left_out": [key for key in metrics if key.startswith(LEFT_OUT)],
         "rewards_by_name": _rewards_by_name(run),
         "rate_of": lambda e, d, kind: with_interval(rate(e, d, kind, run.success_threshold)),
         "by_family": _by_family(run),
@@ -344,54 +277,36 @@ def share(records: Iterable[Mapping[str, Any]], key: str) -> str:
 def _by_family(run: RunData) -> list[Rows]:
     """Return a table per domain: number of tasks and success rates of its families and branches."""
     ends = [e for e in before_and_after(run.evaluations) if e]
-    tables = list[Rows]()
-    agents = agents_of(run.results)
-    columns = [*(ENDS if ends[1:] else [""]), *agents]
+    columns = dict(zip(ENDS if ends[1:] else [""], ends, strict=False)) | agents_of(run.results)
     names = [", ".join(filter(None, (kind, of))) for kind in KINDS.values() for of in columns]
+    tables = list[Rows]()
     for domain in run.domains if ends else ():
-        success = [e["success"].get(domain, {}) for e in (*ends, *agents.values())]
+        success = [e["success"].get(domain, {}) for e in columns.values()]
         found = [{**of.get("families", {}), **of.get("branches", {})} for of in success]
-        rows = [[domain, "tasks", *names]]
-        for name, last in sorted(found[len(ends) - 1].items()):
-            rates = [number(of.get(name, {}).get(kind)) for kind in KINDS for of in found]
-            rows.append([name, str(last["num_tasks"]), *rates])
-        tables += [rows] if rows[1:] else []
+        rows = [
+            [name, str(last["num_tasks"])]
+            + [number(of.get(name, {}).get(kind)) for kind in KINDS for of in found]
+            for name, last in sorted(found[len(ends) - 1].items())
+        ]
+        if rows:
+            tables.append([[domain, "tasks", *names], *rows])
     return tables
+
+
+def _calls_in_training(run: RunData) -> dict[str, list[int]]:
+    """Return the numbers of calls and of failed calls of each tool, `domain/tool`."""
+    found = dict[str, list[int]]()
+    for stage in run.results.get("training", {}).values():
+        for domain, of_domain in stage.get("tools", {}).items():
+            for tool, (calls, errors) in of_domain.items():
+                before = found.get(f"{domain}/{tool}", [0, 0])
+                found[f"{domain}/{tool}"] = [before[0] + calls, before[1] + errors]
+    return found
 
 
 def _transfer_by(kind: str, of: Mapping[str, Any]) -> Rows:
     numbers = {column: {n: of.get(n, {}).get(column) for n in BY_COLUMN} for column in of["names"]}
     return number_table(kind, numbers, BY_COLUMN)
-
-
-def _tools(run: RunData) -> list[list[Any]]:
-    """Return a row per tool: success of evaluation calls; number and success of training calls."""
-    if not run.transfer:
-        return []
-    tools = run.transfer["tools"]
-    calls = Counter[str]()
-    errors = Counter[str]()
-    for stage in run.results.get("training", {}).values():
-        for domain, of_domain in stage.get("tools", {}).items():
-            for tool, (num_calls, num_errors) in of_domain.items():
-                calls[f"{domain}/{tool}"] += num_calls
-                errors[f"{domain}/{tool}"] += num_errors
-    rows = []
-    for c, name in enumerate(tools["names"]):
-        held_out = [shown(row[c]) for row in tools["matrix"]]
-        backward = shown(tools["backward_transfer"].get(name), "+")
-        solved = number(1 - errors[name] / calls[name] if calls[name] else None)
-        rows.append([name, *held_out, backward, f"{calls[name]:,}", solved])
-    return rows
-
-
-def _left_out(run: RunData) -> Rows:
-    """Return the number of episodes left out of training, by domain and kind of failure."""
-    counts = Counter[str]()
-    for record in run.train:
-        counts.update({k: round(n) for k, n in record.items() if k.startswith(LEFT_OUT)})
-    keys = {key: key.removeprefix(LEFT_OUT).split("/", 1) for key in sorted(counts)}
-    return [[domain, failure, str(counts[key])] for key, (failure, domain) in keys.items()]
 
 
 def _rewards_by_name(run: RunData) -> Rows:

@@ -10,7 +10,7 @@ import torch
 from pipeline.checkpoints.checkpoint import TrainState
 from pipeline.config.settings import Config
 from pipeline.distributed.ranks import Ranks
-from pipeline.evaluation.transfer_metrics import succeeded
+from pipeline.evaluation.transfer import succeeded
 from pipeline.grpo.algorithm import zero_std_groups
 from pipeline.grpo.collect import RolloutBatch
 from pipeline.grpo.collect import left_out as is_left_out

@@ -20,7 +20,7 @@ from pipeline.checkpoints.checkpoint import TrainState
 from pipeline.config.cli import parse
 from pipeline.data.tasks import Task
 from pipeline.evaluation import results
-from pipeline.evaluation.start_report import StartReport
+from pipeline.evaluation.advice import StartReport
 from pipeline.report import write as report
 from pipeline.tracking.run_files import final_numbers
 from scripts.proofs.ranks import play_ranks

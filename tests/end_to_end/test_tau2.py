@@ -10,7 +10,7 @@ from statistics import fmean
 
 import pytest
 
-from pipeline.report.tables import final_table
+from pipeline.report.write import final_table
 from pipeline.run import main
 from tests.support import ROOT, random_qwen3, warm
 from tests.support.endpoint import agent_of, seed_of, serving

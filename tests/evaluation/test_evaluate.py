@@ -1,14 +1,15 @@
 """Evaluation: every trial of every task exactly once, whatever the ranks; what is made of the
-records.
+records; and when too many episodes of a domain end in errors of their environment.
 """
 
+import json
 from dataclasses import replace
 from threading import Event
 
 import pytest
 from accelerate import Accelerator
 
-from pipeline.config.settings import RolloutSettings
+from pipeline.config.settings import Config, RolloutSettings
 from pipeline.distributed.ranks import Ranks
 from pipeline.environments import Domain, Outage
 from pipeline.environments.calls import Calls
@@ -16,15 +17,19 @@ from pipeline.environments.single_turn import SingleTurnEnvironment
 from pipeline.errors import RunError
 from pipeline.evaluation.baselines import baselines
 from pipeline.evaluation.evaluate import (
+    ErrorRates,
     evaluate,
     failed_trials,
     refuse_failed_trials,
     scored,
+    stop_on_errors,
     success,
     unscored_trials,
 )
+from pipeline.grpo.collect import RolloutBatch, Sample
 from pipeline.rollout.rewards import RewardFunction, RewardFunctions
 from pipeline.rollout.trajectory import RunRecord, StopReason
+from pipeline.tracking.step_metrics import rollout_metrics
 from scripts.proofs.grid import make_trajectory
 from scripts.proofs.ranks import play_ranks
 from tests.support.helpers import (
@@ -76,6 +81,11 @@ def test_every_trial_is_played_and_comes_in_order():
     ]
     assert [r.reward for r in records[:4]] == pytest.approx([0.0, 0.01, 0.1, 0.11])
     assert len(trajectories) == 10
+    tasks = [make_task("t1", domain="airline"), make_task("t1", domain="retail")]
+    rollout = Watched()
+    records, _ = evaluate(rollout, tasks, 1, seed=1, ranks=ALONE, greedy=True)
+    assert [record.domain for record in records] == ["airline", "retail"]
+    assert rollout.greedy
 
 
 def test_two_evaluations_of_a_run_draw_the_same_numbers():
@@ -86,20 +96,6 @@ def test_two_evaluations_of_a_run_draw_the_same_numbers():
     assert keys_of(first) == keys_of(second)
     assert len(set(keys_of(first).values())) == 10
     assert not set(keys_of(first).values()) & set(keys_of(other).values())
-
-
-def test_greedy_is_asked_for_by_name():
-    rollout = Watched()
-    evaluate(rollout, TASKS, 1, seed=1, ranks=ALONE)
-    assert rollout.greedy is False
-    evaluate(rollout, TASKS, 1, seed=1, ranks=ALONE, greedy=True)
-    assert rollout.greedy is True
-
-
-def test_equal_ids_of_two_domains_are_two_tasks():
-    tasks = [make_task("t1", domain="airline"), make_task("t1", domain="retail")]
-    records, _ = evaluate(Watched(), tasks, 1, seed=1, ranks=ALONE)
-    assert [record.domain for record in records] == ["airline", "retail"]
 
 
 def play_desk(fails):
@@ -181,6 +177,8 @@ def test_trials_without_any_reward_are_not_scored():
     assert unscored_trials([played, silent, failed]) == [silent]
     assert scored([played, silent]) == {}
     assert scored([played]) == {"sums": {"a": 1.0}}
+    other = replace(played, domain="bank")
+    assert scored([played, other, replace(failed, domain="bank")]) == {"sums": {"a": 1.0}}
     refuse_failed_trials([played], "at the end")
     message = refusal(refuse_failed_trials, [played, silent], "at the end")
     says(message, "reward_funcs: 1 of 2 trials at the end have no reward (the first: sums/b)")
@@ -190,73 +188,22 @@ def test_trials_without_any_reward_are_not_scored():
 def evaluations_on_this_rank():
     accelerator = Accelerator()
     ranks = Ranks(accelerator.process_index, accelerator.num_processes, 30)
+    few, mine = evaluate(Watched(), TASKS[:1], 1, seed=1, ranks=ranks)
     rollout = Watched()
     records, trajectories = evaluate(rollout, TASKS, 3, seed=1, ranks=ranks)
-    few, none = evaluate(rollout, TASKS[:1], 1, seed=1, ranks=ranks)
-    evaluate(rollout, TASKS, 3, seed=1, ranks=ranks)
-
-    def forgets(requests, greedy, progress):
-        return rollout(requests)[:-1] if ranks.rank == 1 else rollout(requests)
-
-    def repeats(requests, greedy, progress):
-        played = rollout(requests)
-        return [*played[:-1], played[0]] if ranks.rank == 1 else played
-
-    def adds(requests, greedy, progress):
-        played = rollout(requests)
-        return [*played, played[0]] if ranks.rank == 1 else played
-
-    errors = []
-    for broken in (forgets, repeats, adds):
-        try:
-            evaluate(broken, TASKS, 3, seed=1, ranks=ranks)
-        except RuntimeError as error:
-            errors.append(str(error))
-    return {
-        "records": records,
-        "played": [(t.task_id, t.trial) for t in trajectories],
-        "few": (len(few), len(none)),
-        "keys": keys_of(rollout),
-        "errors": errors,
-    }
+    played = {(t.task_id, t.trial) for t in trajectories}
+    return records, played, keys_of(rollout), (len(few), len(mine))
 
 
-@pytest.fixture(scope="module")
-def over_two_ranks():
-    results = play_ranks(evaluations_on_this_rank, 2)
-    for result in results:
-        assert isinstance(result, dict), result
-    return results
-
-
-def test_two_ranks_share_the_tasks_and_both_get_all_records(over_two_ranks):
+def test_two_ranks_share_the_tasks_and_draw_what_one_draws():
     rollout = Watched()
     alone, _ = evaluate(rollout, TASKS, 3, seed=1, ranks=ALONE)
-    first, second = over_two_ranks
-    assert first["records"] == second["records"] == alone
+    first, second = play_ranks(evaluations_on_this_rank, 2)
+    assert first[0] == second[0] == alone
     # three trials of each of five tasks
-    assert (len(first["played"]), len(second["played"])) == (9, 6)
-    assert not set(first["played"]) & set(second["played"])
-
-
-def test_draws_do_not_depend_on_the_number_of_ranks(over_two_ranks):
-    rollout = Watched()
-    evaluate(rollout, TASKS, 3, seed=1, ranks=ALONE)
-    first, second = over_two_ranks
-    assert first["keys"] | second["keys"] == keys_of(rollout)
-
-
-def test_a_rank_may_have_nothing_to_play(over_two_ranks):
-    assert [result["few"] for result in over_two_ranks] == [(1, 1), (1, 0)]
-
-
-def test_a_missing_or_double_trial_stops_the_evaluation_on_every_rank(over_two_ranks):
-    for result in over_two_ranks:
-        assert result["errors"] == [
-            "evaluation: 15 trials expected, 14 came, 14 different; nothing is scored",
-            "evaluation: 15 trials expected, 15 came, 14 different; nothing is scored",
-            "evaluation: 15 trials expected, 16 came, 15 different; nothing is scored",
-        ]
+    assert (len(first[1]), len(second[1]), first[1] & second[1]) == (9, 6, set())
+    assert first[2] | second[2] == keys_of(rollout)
+    assert (first[3], second[3]) == ((1, 1), (1, 0)), "a rank may have nothing to play"
 
 
 # Success
@@ -323,6 +270,139 @@ def test_sampled_and_greedy_success_stand_side_by_side():
         "tools": {},
         "families": {},
         "branches": {},
+    }
+
+
+# Environment errors
+
+WHEN = "since the stage began"
+FAILED = {"stop_reason": StopReason.ENVIRONMENT_ERROR, "error": "KeyError: 'x'"}
+
+
+def limits(max_error_rate, num_generations=8):
+    return RolloutSettings(max_error_rate=max_error_rate, num_generations=num_generations)
+
+
+def shares_of(**counts):
+    shares = ErrorRates()
+    for domain, (episodes, errors) in counts.items():
+        shares.add(domain, episodes, errors)
+    return shares
+
+
+def test_the_commonest_error_is_named_with_its_first_task():
+    shares = shares_of(retail=(4, 3))
+    tasks = [
+        make_trajectory(domain="retail", task_id="t15", **FAILED),
+        make_trajectory(domain="retail", task_id="t16", **{**FAILED, "error": "OSError: down"}),
+        make_trajectory(domain="retail", task_id="t17", **FAILED),
+        make_trajectory(domain="retail", task_id="t18"),
+    ]
+    with pytest.raises(RuntimeError) as raised:
+        stop_on_errors(ALONE, shares, limits(0.5, 2), tasks, "in the evaluation after start")
+    said = "start; the commonest error, first of retail/t15: KeyError: 'x'; mend"
+    assert said in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("counts", "limit", "stops"),
+    [
+        ((16, 8), 0.5, False),
+        ((16, 9), 0.5, True),
+        ((15, 15), 0.5, False),
+        ((16, 16), 1, False),
+        ((16, 1), 0, True),
+        ((16, 0), 0, False),
+        ((0, 0), 0.5, False),
+    ],
+)
+def test_enough_episodes_are_judged_by_their_share(counts, limit, stops):
+    assert (shares_of(retail=counts).problem(limits(limit), WHEN) is not None) == stops
+
+
+def test_counts_of_records_survive_a_checkpoint_and_go_on():
+    played = [make_trajectory(domain="retail", **FAILED), make_trajectory(domain="retail")]
+    rates = ErrorRates([t.record() for t in [*played, make_trajectory(domain="airline")]])
+    again = ErrorRates()
+    again.load_state_dict(json.loads(json.dumps(rates.state_dict())))
+    again.add("retail", 14, 9)
+    assert again.counts == {"retail": [16, 10], "airline": [1, 0]}
+    assert rates.counts == {"retail": [2, 1], "airline": [1, 0]}
+
+
+# What a step adds
+
+
+def config_of(**rollout):
+    data = {"domains": ["desk", "shop"], "environments": {"desk": "a:A", "shop": "a:B"}}
+    return Config.model_validate(
+        {
+            "data": data,
+            "rollout": {"num_generations": 2, **rollout},
+            "grpo": {"dynamic_sampling": True},
+        }
+    )
+
+
+def played_step(rank):
+    """Four groups of two: those of the stage, and two in place of dead ones; rank 1 fails."""
+    fine = {"num_tool_errors": 2}
+    ends = [fine, FAILED if rank else fine]
+    trajectories = [
+        make_trajectory(domain=domain, task_id=f"{rank}-{domain}", **end)
+        for domain in ("desk", "shop")
+        for end in ends
+    ]
+    return RolloutBatch(
+        samples=[Sample(trajectory=t, index=i, kept=True) for i, t in enumerate(trajectories)],
+        num_first=2,
+        rounds=[2, 2],
+    )
+
+
+def stopped(ranks, shares, limit, *arguments):
+    try:
+        stop_on_errors(ranks, shares, config_of(max_error_rate=limit).rollout, *arguments)
+    except RuntimeError as error:
+        return str(error)
+    return None
+
+
+def step_on_this_rank():
+    accelerator = Accelerator()
+    ranks = Ranks(accelerator.process_index, accelerator.num_processes, 30)
+    batch = played_step(ranks.rank)
+    metrics, counts = rollout_metrics(batch, ranks, config_of())
+    shares = shares_of(**counts)
+    names = ("rollout/tool_errors", "rollout/environment_errors", "rollout/episodes")
+    return {
+        "shares": shares.counts,
+        "metrics": {name: metrics[name] for name in names},
+        "stopped": [stopped(ranks, shares, limit, batch.trajectories) for limit in (0.25, 0.2)],
+    }
+
+
+def test_errors_of_all_that_all_ranks_played_are_counted():
+    metrics, counts = rollout_metrics(played_step(1), ALONE, config_of())
+    assert counts == {"desk": (2, 1), "shop": (2, 1)}
+    assert metrics["rollout/environment_errors"] == 2
+    results = play_ranks(step_on_this_rank, 2)
+    assert isinstance(results[0], dict), results
+    assert results[0] == results[1]
+    assert results[0] == {
+        "shares": {"desk": [4, 1], "shop": [4, 1]},
+        # Each of rank 0's four episodes and two of rank 1's had two; four are of the stage's own.
+        "metrics": {
+            "rollout/tool_errors": 12,
+            "rollout/environment_errors": 2,
+            "rollout/episodes": 4,
+        },
+        "stopped": [
+            None,
+            "rollout.max_error_rate: 1 of 4 episodes of desk (25 %) ended in environment errors "
+            "since the stage began; the commonest error, first of desk/1-desk: KeyError: 'x'; mend "
+            "the environment, or raise the limit",
+        ],
     }
 
 

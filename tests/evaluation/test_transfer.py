@@ -1,9 +1,165 @@
-"""From `results.json` to transfer numbers: which evaluation is which row, which task which cell."""
+"""Transfer numbers: metrics by hand, estimators by enumeration, intervals by what they must cover.
 
+Which evaluation is which row, which task which cell; and what training made worse.
+"""
+
+from itertools import combinations
+
+import numpy as np
 import pytest
 
-from pipeline.errors import UserError
-from pipeline.evaluation.transfer import differences, points_of, rate, summary
+from pipeline.evaluation.transfer import (
+    RESAMPLES,
+    area_under_curve,
+    column_metrics,
+    differences,
+    estimate,
+    matrix_metrics,
+    pass_at_k,
+    pass_hat_k,
+    points_of,
+    rate,
+    resampled,
+    succeeded,
+    summary,
+    wilson,
+    worse,
+)
+from pipeline.report.write import final_table
+from pipeline.tracking.run_files import final_numbers
+from tests.support.messages import refusal, says
+
+# A row for each point (before, after stages 1 to 3), a column for each of three domains.
+MATRIX = np.array(
+    [[[0.30, 0.40, 0.50], [0.80, 0.40, 0.60], [0.70, 0.90, 0.60], [0.65, 0.85, 0.95]]]
+)
+IN_ORDER = [{0}, {1}, {2}]  # the column that each stage trains
+
+
+def test_a_trial_succeeds_at_the_threshold_up_to_the_rounding_of_a_sum():
+    assert 0.7 + 0.2 + 0.1 < 1 and succeeded(0.7 + 0.2 + 0.1, 1.0)
+    assert [succeeded(reward, -3.5) for reward in (-3.6, -3.5, 0, 1e30)] == [False, *[True] * 3]
+    assert not succeeded(0.999, 1.0) and not succeeded(-1e-12, 0.0)
+
+
+PEAK = MATRIX.copy()
+PEAK[0, 2, 0] = 0.99  # better after another domain's stage than after its own
+BETTER = MATRIX.copy()
+BETTER[0, 3, 0] = 0.90
+
+
+@pytest.mark.parametrize(
+    ("matrix", "own", "backward", "forward", "forgetting"),
+    [
+        # The last domain has nothing after it, the first one nothing before it.
+        (MATRIX, IN_ORDER, {0: -0.15, 1: -0.05}, {1: 0.0, 2: 0.10}, {0: 0.15, 1: 0.05}),
+        (PEAK, IN_ORDER, {0: -0.15, 1: -0.05}, {1: 0.0, 2: 0.10}, {0: 0.34, 1: 0.05}),
+        (BETTER, IN_ORDER, {0: 0.10, 1: -0.05}, {1: 0.0, 2: 0.10}, {0: -0.10, 1: 0.05}),
+        (MATRIX[..., :2], [{0}, {0}, {1}], {0: -0.05}, {1: 0.50}, {0: 0.15}),  # in parts
+        (MATRIX[..., :2], [{0}, {1}, {0}], {1: -0.05}, {1: 0.0}, {1: 0.05}),  # comes again
+        (MATRIX[:, :3], [{0}, {1}], {0: -0.10}, {1: 0.0, 2: 0.10}, {0: 0.10}),  # 2: never trained
+        (MATRIX[:, [0, 3]], [{0, 1, 2}], {}, {}, {}),  # one stage of all domains
+    ],
+)
+def test_transfer_of_each_domain_is_that_of_the_formulas(
+    matrix, own, backward, forward, forgetting
+):
+    found = column_metrics(matrix, own)
+    assert {name: {c: round(v[0], 6) for c, v in of.items()} for name, of in found.items()} == {
+        "backward_transfer": backward,
+        "forward_transfer": forward,
+        "forgetting": forgetting,
+    }
+
+
+def test_gains_and_accuracy():
+    found = {name: float(of[0]) for name, of in matrix_metrics(MATRIX, IN_ORDER, 5000).items()}
+    assert found == pytest.approx(
+        {
+            "average_accuracy": (0.65 + 0.85 + 0.95) / 3,
+            "total_gain": (0.35 + 0.45 + 0.45) / 3,
+            "stage_gain": (0.50 + 0.50 + 0.35) / 3,
+            "backward_transfer": -0.10,
+            "forward_transfer": 0.05,
+            "forgetting": 0.10,
+            "learning_efficiency": 1.25 / 3 / 5,
+        }
+    )
+    assert "learning_efficiency" not in matrix_metrics(MATRIX, IN_ORDER, 0)
+    assert list(matrix_metrics(MATRIX, [], 0)) == ["average_accuracy"]
+
+
+def test_the_area_under_a_curve_weights_points_by_their_steps():
+    curve = np.array([[0.2, 0.6, 0.8]])
+    # (.2 + .6) / 2 over 10 steps, (.6 + .8) / 2 over 30
+    assert area_under_curve(curve, [0, 10, 40]) == pytest.approx([(4 + 21) / 40])
+
+
+@pytest.mark.parametrize("num_trials", range(1, 9))
+def test_pass_estimators_equal_the_enumeration_of_all_draws(num_trials):
+    for num_successes in range(num_trials + 1):
+        trials = [True] * num_successes + [False] * (num_trials - num_successes)
+        for k in range(1, num_trials + 1):
+            draws = list(combinations(trials, k))
+            assert pass_at_k(num_successes, num_trials, k) == pytest.approx(
+                sum(map(any, draws)) / len(draws), abs=1e-12
+            )
+            assert pass_hat_k(num_successes, num_trials, k) == pytest.approx(
+                sum(map(all, draws)) / len(draws), abs=1e-12
+            )
+
+
+def test_the_first_sample_is_the_number_itself():
+    totals = np.random.default_rng(0).random((2, 3, 50))
+    samples = resampled(totals, np.ones_like(totals), "desk")
+    assert samples.shape == (RESAMPLES + 1, 3)
+    assert samples[0] == pytest.approx(totals.mean(axis=(0, 2)))
+
+
+def test_the_interval_of_a_mean_is_that_of_the_normal_approximation():
+    totals = np.random.default_rng(1).random((1, 1, 400))
+    value, low, high = estimate(resampled(totals, np.ones_like(totals), "desk")[:, 0])
+    half = 1.96 * totals.std() / 20
+    assert value - low == pytest.approx(half, rel=0.1)
+    assert high - value == pytest.approx(half, rel=0.1)
+
+
+def test_points_are_compared_in_pairs_so_that_equal_ones_have_no_difference():
+    totals = np.random.default_rng(2).random((1, 1, 60)).repeat(2, axis=1)
+    samples = resampled(totals, np.ones_like(totals), "desk")
+    assert estimate(samples[:, 1] - samples[:, 0]) == [0, 0, 0]
+    _, low, high = estimate(samples[:, 0])
+    assert high - low > 0.1
+
+
+def test_seeds_that_disagree_widen_the_interval():
+    close, far = np.full((3, 1, 40), 0.5), np.full((3, 1, 40), 0.5)
+    far[0], far[2] = 0.2, 0.8
+    for totals, width in ((close, 0.0), (far, 0.5)):
+        value, low, high = estimate(resampled(totals, np.ones_like(totals), "desk")[:, 0])
+        assert value == pytest.approx(0.5)
+        assert high - low >= width
+        these = estimate(resampled(totals, np.ones_like(totals), "desk", over_seeds=False)[:, 0])
+        assert these == pytest.approx([0.5, 0.5, 0.5])
+
+
+def test_ratios_are_of_sums_and_undefined_without_a_call():
+    # two tasks: 3 good calls of 4, 1 of 1; at the second point none at all
+    totals = np.array([[[3.0, 1.0], [0.0, 0.0]]])
+    counts = np.array([[[4.0, 1.0], [0.0, 0.0]]])
+    samples = resampled(totals, counts, "desk")
+    assert samples[0, 0] == pytest.approx(4 / 5)
+    assert np.isnan(samples[0, 1])
+    assert estimate(samples[:, 1]) is None
+
+
+def test_the_interval_is_wilsons():
+    assert wilson(0.5, 100) == pytest.approx((0.40383, 0.59617), abs=1e-5)
+    assert wilson(0.0, 10) == pytest.approx((0.0, 0.27753), abs=1e-5)
+    assert wilson(1.0, 10) == pytest.approx((0.72247, 1.0), abs=1e-5)
+
+
+# From `results.json` to numbers
 
 TASKS = [f"t{i}" for i in range(8)]
 
@@ -77,13 +233,6 @@ def test_success_is_the_share_of_trials_that_reach_the_threshold():
             assert -3.5 <= low < value < high <= 7.2
     low = summary([graded(-3.5)])
     assert values(low["domains"]["matrix"][0]) == [1.0, 1.0]
-
-
-def test_runs_with_other_thresholds_are_not_put_together():
-    with pytest.raises(UserError, match=r"other success thresholds \(1, 2\) cannot be put"):
-        summary([graded(), graded(2)])
-    with pytest.raises(UserError, match="other success thresholds"):
-        differences([graded(0.5)], [graded()])
 
 
 def test_the_matrix_begins_with_the_last_evaluation_before_grpo():
@@ -173,20 +322,12 @@ def test_seeds_are_averaged_and_compared_in_pairs():
 def test_runs_that_cannot_be_put_together_are_refused():
     other_tasks, other_stages = results(), results()
     other_tasks["evaluations"][2]["success"]["airline"]["tasks"].pop("t0")
-    with pytest.raises(UserError, match="other held-out tasks of airline"):
-        summary([results(), other_tasks])
+    assert "other held-out tasks of airline" in refusal(summary, [results(), other_tasks])
+    assert "other held-out tasks of airline" in refusal(differences, [results()], [other_tasks])
     other_stages["evaluations"].pop()
-    with pytest.raises(UserError, match="runs with other stages"):
-        summary([results(), other_stages])
-
-
-def test_differences_need_the_same_tasks():
-    other = results()
-    for entry in other["evaluations"]:
-        success = entry["success"]["airline"]
-        success["tasks"] = {f"other-{task}": of for task, of in success["tasks"].items()}
-    with pytest.raises(UserError, match="other held-out tasks of airline"):
-        differences([results()], [other])
+    assert "runs with other stages" in refusal(summary, [results(), other_stages])
+    assert "other success thresholds (1, 2) cannot" in refusal(summary, [graded(), graded(2)])
+    assert "other success thresholds" in refusal(differences, [graded(0.5)], [graded()])
 
 
 def test_settings_that_were_changed_on_a_resume_leave_out_what_they_make_undefined():
@@ -194,8 +335,7 @@ def test_settings_that_were_changed_on_a_resume_leave_out_what_they_make_undefin
     changed["validations"][1]["success"]["airline"] = {"v7": 1.0}
     assert "area_under_curve" not in summary([changed])["metrics"]
     changed["curriculum"]["stages"].pop()
-    with pytest.raises(UserError, match="stage retail was evaluated but is not in the curriculum"):
-        summary([changed])
+    assert "stage retail was evaluated but is not in the curriculum" in refusal(summary, [changed])
 
 
 def test_a_cell_where_all_tasks_came_out_alike_has_wilsons_interval():
@@ -234,3 +374,78 @@ def test_a_run_that_was_interrupted_has_what_it_came_to():
     assert list(found["metrics"]) == ["average_accuracy", "area_under_curve"]
     early["evaluations"] = []
     assert summary([early]) == {}
+
+
+# What training made worse
+
+TWELVE = [f"t{i}" for i in range(12)]
+
+
+def two_kinds(after, sampled, greedy):
+    rates = {"mean": 0.5, "greedy": 0.5, "num_tasks": 12, "num_trials": 2}
+    tasks = {task: [float(of), float(of)] for task, of in zip(TWELVE, sampled, strict=True)}
+    found = {**rates, "tasks": tasks, "greedy_tasks": dict(zip(TWELVE, greedy, strict=True))}
+    return {"after": after, "step": 0, "success": {"airline": found}}
+
+
+def families(before, after, greedy=(12 * [1.0], 12 * [1.0]), **changed):
+    """Two families of six tasks; the first one has two branches, of which one has one task."""
+    return {
+        "evaluations": [
+            two_kinds("warm_start", before, greedy[0]),
+            two_kinds("airline", after, greedy[1]),
+        ],
+        "success_threshold": 1.0,
+        "task_families": {"airline": {t: "move" if i < 6 else "" for i, t in enumerate(TWELVE)}},
+        "task_branches": {
+            "airline": {
+                t: "fare" if i < 5 else "flown" if i == 5 else "" for i, t in enumerate(TWELVE)
+            }
+        },
+        **changed,
+    }
+
+
+def names(found):
+    return [(row["name"], row["kind"]) for row in found["found"]]
+
+
+def test_a_fall_of_a_branch_is_found_though_its_domain_rose():
+    found = worse(families([1] * 5 + [0] * 7, [0] * 6 + [1] * 6))
+    assert names(found) == [("airline/move/fare", "sampled"), ("airline/move", "sampled")]
+    row = found["found"][0]
+    assert (row["before"], row["after"], row["num_tasks"]) == (1.0, 0.0, 5)
+    assert row["change"] == [-1.0, -1.0, -1.0]
+    assert found["compared"] == 6  # the domain, the family and the large branch, both kinds
+
+
+def test_a_fall_of_greedy_episodes_is_found_and_its_interval_is_below_0():
+    found = worse(families([0] * 12, [0] * 12, (12 * [1.0], [1.0] * 6 + [0.0] * 6)))
+    assert names(found) == [("airline", "greedy")]
+    change, low, high = found["found"][0]["change"]
+    assert change == -0.5 and -1 < low < change < high < 0
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {},
+        {"evaluations": [two_kinds("warm_start", [1] * 12, [1.0] * 12)]},
+        {"evaluations": [two_kinds(after, [1] * 12, [1.0] * 12) for after in ("a", "b")]},
+    ],
+)
+def test_nothing_is_worse(changed):
+    one_of_twelve = [0, *[1] * 11]
+    run = families([1] * 12, one_of_twelve, **changed)
+    found = worse(run)
+    assert found["found"] == []
+    assert "worse" not in final_table({**run, "worse": found})
+
+
+def test_it_is_told_at_the_end_in_the_report_and_in_the_summary_of_trackers():
+    run = families([1] * 5 + [0] * 7, [0] * 6 + [1] * 6)
+    run |= {"worse": worse(run), "transfer": {}}
+    told = final_table(run)
+    says(told, "worse: airline/move/fare, sampled  1.00 -> 0.00, change -1.00 [-1.00, -1.00], 5 ta")
+    says(told, "worse in all: 2 of 6 comparisons (domains, families, branches; about 1 by chance)")
+    assert final_numbers(run)["worse/airline/move/fare/sampled"] == -1.0

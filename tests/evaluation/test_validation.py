@@ -11,12 +11,11 @@ from accelerate import Accelerator
 
 from pipeline.config.settings import Config
 from pipeline.distributed.ranks import Ranks
-from pipeline.evaluation.evaluate import scored
 from pipeline.evaluation.kl_probe import KLProbe
 from pipeline.grpo.token_logprobs import TokenLogprobs
-from pipeline.rollout.trajectory import RunRecord
 from scripts.proofs.grid import make_trajectory, small_model
 from tests.end_to_end.test_train import jsonl, metrics, results
+from tests.support.messages import says
 from tests.support.warm import play
 
 pytestmark = pytest.mark.whole_run
@@ -47,19 +46,12 @@ def direct(model, trajectory):
     return total
 
 
-@pytest.mark.parametrize("text", ["[{", "[" * 100_000, '[{"domain": "a", "odd": 1}]', "[3]", None])
-def test_kept_episodes_that_are_gone_or_damaged_are_a_warning(tmp_path, text, capsys):
-    (tmp_path / "kl_probe").mkdir()
-    if text is not None:
-        (tmp_path / "kl_probe" / "mixed.json").write_text(text)
+def test_kept_episodes_that_are_gone_are_a_warning(tmp_path, capsys):
     kept = KLProbe(tmp_path, Config(), ALONE)
     kept.is_wanted = True
     kept.load([SimpleNamespace(name="mixed")])
-    state = "gone" if text is None else "damaged"
     (line,) = capsys.readouterr().out.splitlines()
-    assert line.startswith("warning: ") and line.endswith(
-        f"kl_probe/mixed.json is {state}, so there is no KL of mixed"
-    )
+    says(line, "warning: ", "kl_probe/mixed.json is gone, so there is no KL of mixed")
     assert kept.episodes == {}
 
 
@@ -88,29 +80,7 @@ def test_the_divergence_is_k3_of_the_kept_tokens_over_their_number(deterministic
     assert found["desk"] == pytest.approx(sum(direct(model, t) for t in desk) / 8, rel=1e-5)
     assert found["bank"] == pytest.approx(direct(model, bank[0]), rel=1e-5)
     assert found["bank"] > 0.01
-
-
-def test_without_anchors_there_is_nothing_to_compare_with():
-    assert probe(small_model(3), {}) == {}
-
-
-def test_a_domain_whose_environment_failed_has_no_score():
-    def record(domain, task_id, stop_reason="completed"):
-        return RunRecord(
-            domain=domain,
-            task_id=task_id,
-            family="",
-            branch="",
-            trial=0,
-            reward=1.0,
-            stop_reason=stop_reason,
-            num_turns=1,
-            num_sampled_tokens=1,
-            num_malformed_calls=0,
-        )
-
-    records = [record("desk", "a"), record("bank", "a"), record("bank", "b", "environment_error")]
-    assert scored(records) == {"desk": {"a": 1.0}}
+    assert probe(model, {}) == {}
 
 
 @pytest.fixture(scope="module")

@@ -22,8 +22,8 @@ from pipeline.config.recipe import dump, load_recipe
 from pipeline.export.card import command_of, without_places
 from pipeline.models import lora
 from pipeline.models.loading import load_folder
-from pipeline.report.page import render
 from pipeline.report.tables import data_of
+from pipeline.report.write import render
 from pipeline.tracking.run_files import load_run
 from tests.support import SMALL_RUN
 from tests.support.messages import refusal, says

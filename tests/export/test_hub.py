@@ -13,7 +13,7 @@ from pipeline.config.cli import parse
 from pipeline.config.recipe import load_recipe
 from pipeline.config.rules import left_out
 from pipeline.errors import RunError
-from pipeline.export.hub import push_after_training
+from pipeline.export.folder import push_after_training
 from pipeline.preflight.prepare import prepare
 from tests.support import SMALL_RUN
 from tests.support.hub import hub_stand_in

@@ -10,8 +10,8 @@ import numpy
 import pytest
 from PIL import Image
 
-from pipeline.plots.pictures import pictures_of, save
-from pipeline.plots.training import smooth, zero_std_groups
+from pipeline.plots.drawing import save
+from pipeline.plots.pictures import pictures_of, smooth, zero_std_groups
 from pipeline.tracking.run_files import load_run
 from tests.support.report_runs import (  # noqa: F401
     THREE,

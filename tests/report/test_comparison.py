@@ -9,12 +9,10 @@ import yaml
 from pipeline.commands.main import main as command
 from pipeline.errors import UserError
 from pipeline.evaluation.transfer import differences, summary
-from pipeline.plots.drawing import shown
-from pipeline.plots.pictures import draw
-from pipeline.plots.transfer import pareto
+from pipeline.plots.drawing import draw, shown
+from pipeline.plots.pictures import pareto
 from pipeline.report import comparison
-from pipeline.report.page import render
-from pipeline.report.write import main
+from pipeline.report.write import main, render
 from tests.support.report_runs import THREE, make_run, matplotlib_home  # noqa: F401
 
 

@@ -11,9 +11,8 @@ import pytest
 from tokenizers import Tokenizer, decoders, models
 
 from pipeline.plots.drawing import shown
-from pipeline.report.page import rich, sections_of, table
 from pipeline.report.reader_data import choose, read_episodes, token_texts_of
-from pipeline.report.write import write_report
+from pipeline.report.write import rich, sections_of, table, write_report
 from pipeline.tracking.run_files import load_run
 from tests.support.report_runs import (  # noqa: F401
     THREE,

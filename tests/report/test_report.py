@@ -9,9 +9,8 @@ from pipeline.commands.main import main as command
 from pipeline.errors import UserError
 from pipeline.evaluation.transfer import summary
 from pipeline.plots.drawing import shown
-from pipeline.report.page import render
-from pipeline.report.tables import data_of, final_table
-from pipeline.report.write import main, write_report
+from pipeline.report.tables import data_of
+from pipeline.report.write import final_table, main, render, write_report
 from pipeline.tracking.run_files import load_run
 from tests.support.messages import says
 from tests.support.report_runs import (  # noqa: F401

@@ -1,0 +1,506 @@
+"""Advice: domains in which GRPO cannot learn, falls of success, and policies that act alike.
+
+Each part compares figures of a run with limits, and says in one line what was found and what to
+change. The parts are the start report, dead domains, falls, and decisions.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from itertools import chain, groupby
+from math import sqrt
+from operator import itemgetter
+from statistics import fmean, stdev
+from typing import Any, NamedTuple, TypeAlias
+
+from pipeline.config.settings import Config, EvaluationSettings
+from pipeline.data.curriculum import Stage
+from pipeline.data.tasks import Message
+from pipeline.distributed.ranks import Ranks
+from pipeline.environments.tools import tool_schemas
+from pipeline.evaluation.transfer import Z95, mean_over_tasks, pass_at_k, rate, succeeded
+from pipeline.rollout.trajectory import RunRecord, StopReason, Trajectory
+
+DEAD_STEPS = 10  # number of steps in a row without a gradient that makes a domain dead
+ADVICE = {
+    StopReason.COMPLETED: "check get_reward, or give the warm start demonstrations that succeed",
+    StopReason.MAX_TURNS: "raise max_turns, or give the warm start demonstrations that succeed",
+    StopReason.MAX_TOKENS: "raise max_tokens_per_turn and max_tokens, or shorten tool results",
+    StopReason.MALFORMED_CALL: "give the warm start demonstrations of the tools' calls",
+    StopReason.REPEATED_CALL: "raise max_repeated_calls, or give demonstrations without repeats",
+    StopReason.ENVIRONMENT_ERROR: "mend the environment",
+}
+
+LOOKUPS = ("find", "get")  # prefixes of the names of tools that change nothing
+COPIED = "..."  # stands for an argument that the policy has read in the conversation
+NOTHING = ""  # the decision of an episode whose policy has called no tool that changes something
+NUM_STEPS = 3  # steps with tasks of a family at the stage's start, and the last ones
+MIN_TASKS = 6  # fewer tasks of a family in these steps tell nothing
+SPREAD = 0.8
+ALIKE = 0.95
+SOLVED = 0.9  # largest share at first, least share now, least success
+COLLAPSED = 0.1  # of the entropy at the stage's start
+MIN_BRANCH = 0.1  # least share of the tasks' second most frequent branch
+ENTROPY = ""  # stands in `said` for the entropy, which is of all domains
+MOST_CHARACTERS = 60  # of an answer that counts as a decision
+
+Tally: TypeAlias = dict[str, Any]  # a family's episodes of one step
+Evaluation = Mapping[str, Any]  # an entry of `evaluations` in `results.json`
+
+
+def advice(config: Config) -> str:
+    """Return what to change, with the present values."""
+    grpo = config.grpo
+    warm_start = config.warm_start
+    broader = f"a broader warm start (warm_start.rule_share {warm_start.rule_share:g}), "
+    return (
+        f"lower learning_rate ({grpo.learning_rate:g}), or try "
+        f"{broader if warm_start.steps else ''}more entropy_coef ({grpo.entropy_coef:g}), "
+        f"beta ({grpo.beta:g}) or tasks_per_step ({config.rollout.tasks_per_step})"
+    )
+
+
+def commonest_end(reasons: Counter[StopReason], whose: str) -> str:
+    """Return how most episodes ended, and what to do then."""
+    reason = max(StopReason, key=reasons.__getitem__)
+    share = 100 * reasons[reason] / max(1, reasons.total())
+    return f"{share:.0f} % of {whose} episodes ended with {reason}: {ADVICE[reason]}"
+
+
+# The start report
+#
+# What GRPO can learn from in each domain, before it has learned. GRPO compares the episodes of a
+# group, so a group has signal if its rewards are not all equal. The report takes the last
+# evaluation before GRPO and the groups of the first training step, which the policy before GRPO has
+# played. `start_report_tasks` adds groups for a firmer estimate.
+
+
+class Group(NamedTuple):
+    """A group of episodes of one task."""
+
+    domain: str
+    task_id: str
+    rewards: list[float]  # of the episodes that training does not leave out
+    stop_reasons: list[StopReason]  # of all episodes
+
+
+class StartReport:
+    """Collects groups before and in the first step. `content` is `start` in `results.json`.
+
+    Only rank 0 makes the `content`, which is empty before the end of the first step.
+    """
+
+    def __init__(self) -> None:
+        self.content: dict[str, Any] = {}
+        self._groups: list[Group] = []  # this rank's groups
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"start_report": self.content}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.content = dict(state.get("start_report", {}))
+
+    def add(self, episodes: Sequence[RunRecord], size: int) -> None:
+        """Add this rank's episodes, which stand group by group, `size` episodes each."""
+        for of in (episodes[i : i + size] for i in range(0, len(episodes), size)):
+            group = Group(
+                domain=of[0].domain,
+                task_id=of[0].task_id,
+                rewards=[episode.reward for episode in of if not episode.left_out],
+                stop_reasons=[episode.stop_reason for episode in of],
+            )
+            self._groups.append(group)
+
+    def gathered(self, ranks: Ranks) -> list[Group]:
+        """Return the groups of all ranks in an order that does not depend on the ranks."""
+        shards = ranks.all_gather_objects(self._groups, "start report")
+        self._groups = []
+        return sorted(chain(*shards))
+
+
+def start_report(
+    groups: Sequence[Group],
+    evaluation: Evaluation,
+    config: Config,
+    baselines: Mapping[str, Mapping[str, float]],
+) -> dict[str, Any]:
+    """Return the content of the start report: numbers for each domain, and lines of advice.
+
+    Rates are [value, low, high], or None without tasks. pass@1 and pass@G, where G is
+    `num_generations`, are means over the groups; pass@G counts groups without left-out episodes.
+    """
+    domains: dict[str, dict[str, Any]] = {}
+    lines: list[str] = []
+    size = config.rollout.num_generations
+    threshold = config.evaluation.success_threshold
+    trained = config.curriculum.order or config.data.domains
+    for domain in config.data.domains:
+        own = [group for group in groups if group.domain == domain]
+        counts = [
+            (sum(succeeded(reward, threshold) for reward in group.rewards), len(group.rewards))
+            for group in own
+        ]
+        best = max(baselines.get(domain, {}).items(), key=lambda of: of[1], default=None)
+        domains[domain] = {
+            "held_out": rate(evaluation, domain, "mean", threshold),
+            "pass@1": mean_over_tasks([c / n for c, n in counts if n], domain),
+            f"pass@{size}": mean_over_tasks(
+                [pass_at_k(c, n, size) for c, n in counts if n >= size], domain
+            ),
+            "groups": len(own),
+            "groups_with_signal": sum(len({*group.rewards}) > 1 for group in own),
+            "baseline": best and list(best),
+        }
+        if domain in trained and not domains[domain]["groups_with_signal"]:
+            tasks = [*evaluation["success"][domain]["tasks"].values()]
+            pass_at_size = (domains[domain][f"pass@{size}"] or [None])[0]
+            lines += _advice(domain, own, tasks, threshold, size, pass_at_size)
+    return {
+        "after": evaluation["after"],
+        "num_generations": size,
+        "domains": domains,
+        "lines": lines,
+    }
+
+
+def _advice(
+    domain: str,
+    groups: Sequence[Group],
+    tasks: Sequence[Sequence[float]],
+    threshold: float,
+    size: int,
+    pass_at_size: float | None,
+) -> Iterator[str]:
+    """Yield why GRPO cannot learn in a domain whose `groups` have no signal, and what to do.
+
+    `tasks` are the rewards of the trials of each held-out task. Nothing is yielded if these rewards
+    show that groups of other tasks would have signal.
+    """
+    trials = [succeeded(reward, threshold) for of in tasks for reward in of]
+    # One trial per task does not show whether the trials of a task differ.
+    differ = len(tasks) == len(trials) and 0 < sum(trials) < len(trials)
+    if differ or any(len({*of}) > 1 for of in tasks) or (any(trials) and not groups):
+        return
+    if not groups:
+        none = f"none of {len(trials)} held-out trials succeeds"
+        yield (
+            f"{domain}: {none}, and the first step has no group of {domain}; "
+            "--start-report-tasks 8 plays groups before the first step"
+        )
+        return
+    shown = "-" if pass_at_size is None else f"{pass_at_size:.2f}"
+    count = "the only group" if len(groups) == 1 else f"none of {len(groups)} groups"
+    has = "has no signal" if len(groups) == 1 else "has signal"
+    what = f"{domain}: {count} {has} and pass@{size} is {shown}: GRPO has nothing to compare"
+    if pass_at_size == 1:
+        yield f"{what}; the policy solves these tasks: take harder tasks, or leave {domain} out"
+    elif pass_at_size:
+        yield f"{what}; the episodes of a task end alike: raise temperature or num_generations"
+    else:
+        reasons = Counter(reason for group in groups for reason in group.stop_reasons)
+        yield f"{what}; {commonest_end(reasons, 'the')}"
+
+
+# Dead domains
+
+
+class DeadDomains:
+    """Counts, for each domain, the steps in a row whose groups all had equal rewards.
+
+    Only steps of a domain's own stage with groups of the domain count. A step in which all episodes
+    succeeded is not dead. The counts are equal on all ranks.
+    """
+
+    def __init__(self) -> None:
+        self.steps: dict[str, int] = {}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"dead_steps": dict(self.steps)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.steps = dict(state.get("dead_steps", {}))
+
+    def add(self, stage: Stage, metrics: Mapping[str, float]) -> None:
+        """Count a step with the metrics of all ranks."""
+        for domain in stage.own:
+            share = metrics.get(f"rollout/frac_reward_zero_std/{domain}")
+            if share is not None:
+                is_dead = share == 1 and metrics[f"rollout/all_solved/{domain}"] < 1
+                self.steps[domain] = self.steps.get(domain, 0) + 1 if is_dead else 0
+
+    def messages(self, stage: Stage, records: Iterable[RunRecord], ranks: Ranks) -> list[str]:
+        """Return a message for each dead domain, whose count then begins anew.
+
+        `records` are this rank's episodes of the stage. Ranks communicate only if a domain is dead.
+        """
+        lines = []
+        for domain in [domain for domain, count in self.steps.items() if count >= DEAD_STEPS]:
+            self.steps[domain] = 0
+            reasons = [record.stop_reason for record in records if record.domain == domain]
+            gathered = ranks.all_gather_objects(Counter(reasons), "stop reasons")
+            ends = commonest_end(sum(gathered, Counter[StopReason]()), "its")
+            lines.append(
+                f"{domain}: all groups of {DEAD_STEPS} steps in a row had equal rewards, so stage "
+                f"{stage.name} learns nothing; {ends}"
+            )
+        return lines
+
+
+# Falls of success
+
+
+class Fall(NamedTuple):
+    """A success rate that fell: before and now, and the paired change with its interval."""
+
+    before: float
+    now: float
+    change: str
+
+
+def fall(before: Mapping[str, float], now: Mapping[str, float]) -> Fall | None:
+    """Return how the success of the same tasks fell, or None.
+
+    It fell if more than half of the success before is gone, and the 95 % interval of the paired
+    change over tasks excludes 0. A run that goes on with `override` may have other tasks.
+    """
+    if before.keys() != now.keys():
+        return None
+    changes = [now[task] - success for task, success in before.items()]
+    spread = Z95 * stdev(changes) / sqrt(len(changes)) if len(changes) > 1 else 0.0
+    change = fmean(changes)
+    was = fmean(before.values())
+    is_now = fmean(now.values())
+    if is_now >= was / 2 or change + spread >= 0:
+        return None
+    interval = f"[{change - spread:+.2f}, {change + spread:+.2f}]"
+    return Fall(was, is_now, f"change {change:+.2f} {interval}")
+
+
+def lost_domains(
+    evaluations: Sequence[Mapping[str, Any]], stages: Sequence[Stage], settings: EvaluationSettings
+) -> Iterator[str]:
+    """Yield a message for each domain whose success fell before its own stage, the last stage."""
+    names = {"warm_start": "the warm start", "rft": "rejection fine-tuning"}
+    given = [entry for entry in evaluations if entry["after"] in names][-1:]
+    earlier = {domain for stage in stages[:-1] for domain in stage.own}
+    for domain in stages[-1].own if given else ():
+        before, now = (
+            {
+                task: fmean(succeeded(r, settings.success_threshold) for r in rewards)
+                for task, rewards in entry["success"][domain]["tasks"].items()
+            }
+            for entry in (given[0], evaluations[-1])
+        )
+        found = fall(before, now)
+        if found and domain not in earlier:
+            yield (
+                f"{domain}: success fell from {found.before:.2f} after "
+                f"{names[given[0]['after']]} to {found.now:.2f} before its own stage "
+                f"({found.change}); raise `preview`, put it "
+                "earlier in `order`, or train all domains together (curriculum mixed)"
+            )
+
+
+def fallen_domains(
+    validations: Sequence[Mapping[str, Any]], stage: Stage, config: Config
+) -> Iterator[str]:
+    """Yield a message for each of a stage's domains whose success fell while GRPO trained it.
+
+    The newest validation is compared with the stage's best one before it. A domain is named once in
+    a stage.
+    """
+    threshold = config.evaluation.success_threshold
+    for domain in stage.own:
+        of_stage = [
+            v for v in validations if v["step"] >= stage.first_step and domain in v["success"]
+        ]
+        history = [
+            {task: succeeded(reward, threshold) for task, reward in v["success"][domain].items()}
+            for v in of_stage
+        ]
+        rates = [fmean(solved.values()) for solved in history]
+        best = [rates.index(max(rates[:n])) for n in range(1, len(history))]
+        falls = [fall(history[b], now) for b, now in zip(best, history[1:], strict=True)]
+        if falls and (found := falls[-1]) and not any(falls[:-1]):
+            step = of_stage[best[-1]]["step"]
+            kept = "--checkpoint best has" if config.run.keep_best else "--keep-best would keep"
+            yield (
+                f"{domain}: validation success fell from {found.before:.2f} at step {step} "
+                f"to {found.now:.2f} ({found.change}); {advice(config)}; {kept} the best policy"
+            )
+
+
+# Decisions
+
+
+@dataclass
+class Decisions:
+    """Compares what a policy decides now with what it decided in a stage's first steps.
+
+    A decision is the sequence of an episode's calls that change something, with the arguments that
+    the policy chose: those with an `enum`, and those that stand nowhere earlier in the
+    conversation. If the domain's tasks name no `branch`, all arguments count. In a domain without
+    tools, a short answer is a decision. Only the own domains of a stage count, and all tallies are
+    equal on all ranks.
+    """
+
+    # domain/family -> tallies of the first and of the last steps
+    families: dict[str, dict[str, list[Tally]]] = field(default_factory=dict)
+    said: list[str] = field(default_factory=list)  # domains that had their message, or ENTROPY
+    entropy: float | None = None  # at the stage's start
+    entropies: list[float] = field(default_factory=list)  # of the last steps
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"decisions": asdict(self)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        vars(self).update(asdict(Decisions(**state.get("decisions", {}))))
+
+    def add(
+        self,
+        stage: Stage,
+        step: int,
+        episodes: Iterable[Trajectory],
+        environments: Mapping[str, type[Any]],
+        threshold: float,
+        ranks: Ranks,
+    ) -> None:
+        """Count the decisions of a step's episodes, which are this rank's."""
+        mine = Counter[tuple[str, str, str, bool, bool]]()
+        for t in episodes:
+            if t.domain in stage.own and not t.left_out:
+                schemas = tool_schemas(environments[t.domain])
+                decision = decision_of(t.messages, schemas, names_branch=bool(t.branch))
+                solved = succeeded(t.reward, threshold)
+                is_task = t.trial == 0
+                mine[f"{t.domain}/{t.family}", t.branch, decision, solved, is_task] += 1
+        gathered = sum(ranks.all_gather_objects(mine, "decisions"), Counter[Any]())
+        for family, of in groupby(sorted(gathered.elements()), key=itemgetter(0)):
+            _, branches, decisions, solved, tasks = zip(*of, strict=True)
+            tally: Tally = {"step": step, "tasks": sum(tasks), "solved": sum(solved)}
+            tally |= {"branches": dict(Counter(branches)), "decisions": dict(Counter(decisions))}
+            kept = self.families.setdefault(family, {"first": [], "last": []})
+            kept["first"] = [*kept["first"], tally][:NUM_STEPS]
+            kept["last"] = [*kept["last"], tally][-NUM_STEPS:]
+
+    def messages(self, metrics: Mapping[str, float], config: Config) -> Iterator[str]:
+        """Yield a message for each domain with a family that is decided alike, once per stage.
+
+        Another message, once per stage, tells that the entropy has collapsed. It may fall while
+        episodes succeed.
+        """
+        entropy = metrics.get("train/entropy", 0.0)
+        if self.entropy is None:
+            self.entropy = entropy
+        if metrics.get("train/trained_episodes"):
+            self.entropies = [*self.entropies, entropy][-NUM_STEPS:]
+        is_low = max(self.entropies, default=1.0) < COLLAPSED * self.entropy
+        if is_low and len(self.entropies) == NUM_STEPS and ENTROPY not in self.said:
+            last = [tally for kept in self.families.values() for tally in kept["last"]]
+            num_episodes = sum(sum(tally["decisions"].values()) for tally in last)
+            solved = sum(tally["solved"] for tally in last) / max(1, num_episodes)
+            if solved < SOLVED:
+                self.said.append(ENTROPY)
+                yield (
+                    f"entropy collapsed: {self.entropy:.2g} at the stage's start, "
+                    f"{entropy:.2g} now, so the policy tries hardly anything new, but only "
+                    f"{100 * solved:.0f} % of the last episodes succeed; {advice(config)}"
+                )
+        for name, kept in sorted(self.families.items()):
+            domain, _, family = name.partition("/")
+            if domain not in self.said and (found := decided_alike(kept["first"], kept["last"])):
+                self.said.append(domain)
+                equal = metrics.get(f"rollout/frac_reward_zero_std/{domain}", 0.0)
+                remedy = advice(config)
+                if found.from_the_start:
+                    temperature = config.rollout.temperature
+                    remedy = (
+                        "give demonstrations of the other actions for the warm start, "
+                        f"or raise temperature ({temperature:g})"
+                    )
+                yield (
+                    f"{domain}{f', {family} tasks' if family else ''}: {found.said}; entropy "
+                    f"{self.entropy:.2g} -> {entropy:.2g}, {100 * equal:.0f} % of the "
+                    f"domain's groups have equal rewards; {remedy}"
+                )
+
+
+def decision_of(
+    messages: Sequence[Message], schemas: Sequence[Mapping[str, Any]], names_branch: bool
+) -> str:
+    """Return the decision of an episode as a text, or NOTHING."""
+    if not schemas:
+        answer = str(messages[-1]["content"]).strip()
+        return answer if len(answer) <= MOST_CHARACTERS else NOTHING
+    enums = {
+        (schema["function"]["name"], name)
+        for schema in schemas
+        for name, of in schema["function"].get("parameters", {}).get("properties", {}).items()
+        if "enum" in of
+    }
+    done = list[str]()
+    read = ""
+    for message in messages:
+        for call in message.get("tool_calls") or ():
+            tool = call["function"]["name"]
+            arguments = call["function"]["arguments"]
+            if not tool.startswith(LOOKUPS):
+                chosen = (
+                    COPIED if names_branch and (tool, k) not in enums and str(v) in read else str(v)
+                    for k, v in arguments.items()
+                )
+                done.append(f"{tool}({', '.join(chosen)})")
+        if message["role"] != "assistant":
+            read += f"{message['content']}\n"
+    return ", then ".join(done)
+
+
+class Alike(NamedTuple):
+    """How a family is decided alike: in words, and whether that was so at the stage's start."""
+
+    said: str
+    from_the_start: bool
+
+
+def decided_alike(first: Sequence[Tally], last: Sequence[Tally]) -> Alike | None:
+    """Return how a family's decisions are one in the `last` steps, or None.
+
+    A family whose tasks name branches may have been decided alike from the start. Without branches,
+    equal decisions may be right, so the decisions of the `first` steps must have been spread.
+    """
+    begun, now, branches = (
+        _pooled(of, what)
+        for of, what in ((first, "decisions"), (last, "decisions"), (last, "branches"))
+    )
+    action, count = max(now.items(), key=lambda of: (of[1], of[0]))
+    share = count / now.total()
+    solved = sum(tally["solved"] for tally in last) / now.total()
+    has_branches = "" not in branches
+    asked = sorted(branches.values())[-2:-1] if has_branches else [now.total()]
+    from_the_start = has_branches and begun[action] >= ALIKE * begun.total()
+    del begun[NOTHING]
+    at_first = begun[action] / max(1, begun.total())
+    is_spread_at_first = 0 < max(begun.values(), default=0) <= SPREAD * begun.total()
+    is_alike = (
+        len(last) == NUM_STEPS
+        and sum(tally["tasks"] for tally in last) >= MIN_TASKS
+        and asked
+        and asked[0] >= MIN_BRANCH * now.total()
+        and action != NOTHING
+        and (is_spread_at_first or from_the_start)
+        and share >= ALIKE
+        and solved < SOLVED
+    )
+    if not is_alike:
+        return None
+    but = f", but its tasks have {len(branches)} branches" if has_branches else ""
+    said = (
+        f"since step {last[0]['step']} the policy acts alike{but}: {action} in "
+        f"{100 * share:.0f} % of the episodes ({100 * at_first:.0f} % at first), and "
+        f"{100 * solved:.0f} % succeed"
+    )
+    return Alike(said, from_the_start)
+
+
+def _pooled(tallies: Sequence[Tally], what: str) -> Counter[str]:
+    return sum((Counter(tally[what]) for tally in tallies), Counter())
