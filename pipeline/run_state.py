@@ -22,7 +22,7 @@ from pipeline.checkpoints.resume import (
 )
 from pipeline.checkpoints.transcripts import save_transcripts
 from pipeline.config.settings import Config
-from pipeline.customers.service import customers_of, end_of_run, judge_of
+from pipeline.customers import customers_of, end_of_run, judge_of
 from pipeline.data.curriculum import Stage, describe, one_after_another
 from pipeline.distributed.ranks import Ranks
 from pipeline.distributed.watchdog import Watchdog

@@ -31,7 +31,7 @@ def main(argv: list[str]) -> int:
             play,
             tell,
         )
-        from pipeline.customers.service import Customers, served_domains
+        from pipeline.customers import Customers, served_domains
         from pipeline.endpoints.language_model import LanguageModel
         from pipeline.environments.domains import load_domains
 

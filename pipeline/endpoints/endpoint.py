@@ -33,14 +33,11 @@ from pipeline.files.untrusted import (
 FIRST_PAUSE_S = 0.5
 MAX_PAUSE_S = 20.0
 TOLD = 3  # failed attempts without a success between them, before a line says so
-QUIET_S = 60.0  # seconds in which the same line is not printed again
-MAX_REPLY = 8 << 20  # bytes of a reply, unpacked; a longer one is no message
-MAX_TOKENS = 10**12  # of a reply; a larger count is no count
+QUIET_S = 60.0  # seconds between two lines that say so
 MAX_USELESS = 3  # answers of one call that hold no message; they are paid
 NOT_HERE = (401, 403, 404)  # statuses that no other conversation will change
 REPEATED = (408, 409, 425, 429)  # statuses below 500 that another attempt may change
 LOST = (ssl.SSLEOFError, ssl.SSLZeroReturnError, ssl.SSLSyscallError)  # a lost connection
-PROBE_S = 5.0  # seconds to find out whether a server speaks TLS
 
 
 class Failed(Exception):
@@ -52,15 +49,11 @@ class Failed(Exception):
 
 
 class Refused(Exception):
-    """The endpoint refuses a request; `for_all` is True if it will refuse all requests.
+    """The endpoint refuses a request; `for_all` is True if it will refuse all requests."""
 
-    `remedy` says what to do, where this is known.
-    """
-
-    def __init__(self, why: str, for_all: bool, remedy: str = "") -> None:
+    def __init__(self, why: str, for_all: bool) -> None:
         super().__init__(why)
         self.for_all = for_all
-        self.remedy = remedy
 
 
 class Endpoint:
@@ -69,8 +62,8 @@ class Endpoint:
     A call ends at most `patience_s` seconds after its begin, and an attempt after half of this
     time. While the endpoint is away, the patience of all calls runs from the first failure. If the
     endpoint asks for a longer wait, calls wait for `patience_s` and fail, and no attempt is made
-    before the time has come. `say` prints one line when the endpoint is busy, one when it is away,
-    and one when it is back.
+    before the time has come. `say` prints one line when the endpoint is away, and one when it is
+    back.
 
     By default, an answer is useless if it is empty or has a call with unreadable arguments. With
     `as_written`, such an answer is a message: unreadable arguments stay text, and `is_cut` is True
@@ -118,13 +111,12 @@ class Endpoint:
         self.has_answered = False
         self._role = role
         self._as_written = as_written
-        self._num_failed = 0
+        self._num_failed = 0  # since the last answer
         self._failing_since = 0.0
-        self._opens_at = -math.inf
-        self._asked = ""  # after a Retry-After
-        self._has_probed = False
-        self._told = set[str]()
-        self._told_at = dict[str, float]()  # by kind of failure
+        self._last_failure = ""
+        self._opens_at = -math.inf  # the end of a Retry-After
+        self._is_told = False
+        self._told_at = -math.inf
 
     async def answer(
         self,
@@ -143,71 +135,61 @@ class Endpoint:
         body |= {"temperature": self.temperature, "stream": False, **options}
         body |= {"tools": list(tools)} if tools else {}
         begun = time.monotonic()
-        useless = 0
+        num_useless = 0
         for attempt in count():
-            await self._open(begun)
+            await self._wait_until(self._opens_at, begun)
             try:
                 message, num_tokens = await self._post(body)
             except Failed as failed:
-                since = self._note(failed, begun)
+                self._note(failed, begun)
                 pause = min(MAX_PAUSE_S, FIRST_PAUSE_S * 2 ** min(attempt, 9))
                 pause *= self._random.uniform(0.5, 1)
+                ends = time.monotonic() + max(pause, failed.wait_s)
                 if failed.wait_s:
-                    self._close_for(max(pause, failed.wait_s), failed)
-                    continue
-                if time.monotonic() + pause > since + self.patience_s:
-                    waited = time.monotonic() - since
-                    why = f"{self.url} is away for {waited:.0f} s ({failed})"
-                    raise Outage(f"{self._role}: {why}") from None
-                await asyncio.sleep(pause)
+                    self._opens_at = max(self._opens_at, ends)
+                    self._failing_since = self._opens_at  # to wait as asked is no outage
+                else:
+                    await self._wait_until(ends, min(begun, self._failing_since))
                 continue
-            self._note(None, begun)
+            self._note_answer()
             paid(message, num_tokens)
             if message is not None:
                 return message
-            useless += 1
-            if useless == MAX_USELESS:
-                raise Outage(f"{self._role}: {self.url} gave {useless} answers without a message")
+            num_useless += 1
+            if num_useless == MAX_USELESS:
+                why = f"{self.url} gave {num_useless} answers without a message"
+                raise Outage(f"{self._role}: {why}")
         raise AssertionError("unreachable")
 
-    async def _open(self, begun: float) -> None:
-        """Wait until the endpoint can be asked; raises Outage if this takes too long."""
-        while (wait := self._opens_at - time.monotonic()) > 0:
-            left = begun + self.patience_s - time.monotonic()
-            await asyncio.sleep(max(0.0, min(wait, left)))
-            if wait > left:
-                raise Outage(f"{self._role}: {self._asked}")
-
-    def _close_for(self, seconds: float, failed: Failed) -> None:
-        """Make no call for some seconds, because the endpoint asks for it."""
-        if (opens_at := time.monotonic() + seconds) > self._opens_at:
-            self._opens_at = opens_at
-            self._asked = self._request(failed)
-        self._failing_since = self._opens_at  # to wait as asked is no outage
-
-    def _request(self, failed: Failed) -> str:
-        asked = f"{self.url} asks to wait {failed.wait_s:.0f} s ({failed})"
-        if failed.wait_s <= self.patience_s:
-            return asked
-        return f"{asked}, and a call waits at most {self.patience_s:.3g} s (0.9 of call_timeout)"
+    async def _wait_until(self, moment: float, since: float) -> None:
+        """Wait; raises Outage when the patience of a call that fails `since` then is at its end."""
+        now = time.monotonic()
+        if moment <= now:
+            return
+        ends = since + self.patience_s
+        await asyncio.sleep(max(0.0, min(moment, ends) - now))
+        if moment > ends:
+            waited = time.monotonic() - since
+            why = f"{self.url} is away for {waited:.0f} s ({self._last_failure})"
+            raise Outage(f"{self._role}: {why}")
 
     async def _post(self, body: dict[str, Any]) -> tuple[Message | None, int]:
         client = self._connected()
         address = f"{self.url}/chat/completions"
         try:
             async with asyncio.timeout(self.patience_s / 2):
-                request = client.stream("POST", address, json=body, headers=self._headers)
-                async with request as response:
-                    text = await _text_of(response)
+                response = await client.post(address, json=body, headers=self._headers)
         except TimeoutError:
             raise Failed(f"no answer within {self.patience_s / 2:.3g} s") from None
         except (self._httpx.TransportError, self._httpx.DecodingError, OSError) as error:
-            await self._refuse_other_protocol(error)
+            self._refuse_without_tls(error)
             raise Failed(f"{type(error).__name__}: {one_line(str(error))}") from None
         status = int(response.status_code)
+        text = response.content.decode(errors="replace")
         if status >= 500 or status in REPEATED:
             wait_s = seconds_of(response.headers.get("Retry-After", ""))
-            raise Failed(f"status {status}", wait_s)
+            asks = f", which asks to wait {wait_s:.0f} s" if wait_s else ""
+            raise Failed(f"status {status}{asks}", wait_s)
         if status != 200:
             why = f"status {status}: {one_line(masked(text)[:300])}"
             raise Refused(why, for_all=status in NOT_HERE or not self.has_answered)
@@ -227,90 +209,51 @@ class Endpoint:
         limits = self._httpx.Limits(max_connections=None, max_keepalive_connections=None)
         return self._httpx.AsyncClient(timeout=None, limits=limits, verify=self._verify)
 
-    async def _refuse_other_protocol(self, error: Exception) -> None:
+    def _refuse_without_tls(self, error: Exception) -> None:
         """Raise Refused if an attempt failed because of TLS, and no other attempt changes this."""
         of_tls = next((e for e in causes_of(error) if isinstance(e, ssl.SSLError)), None)
-        if isinstance(of_tls, ssl.SSLCertVerificationError):
-            why = f"its certificate is not trusted: {one_line(of_tls.verify_message)}"
-            remedy = f"set SSL_CERT_FILE to the file of its authority, or mend {self._role}_url"
-            raise Refused(why, True, remedy)
-        if self.has_answered:
+        if of_tls is None or isinstance(of_tls, LOST):
             return
-        if of_tls is not None and not isinstance(of_tls, LOST):
-            why = f"TLS fails ({reason_of(of_tls)})"
-            raise Refused(why, True, f"give http:// in {self._role}_url if it has no TLS")
-        if of_tls is None and not self._has_probed and await self._speaks_tls():
-            raise Refused("it speaks TLS alone", True, f"give https:// in {self._role}_url")
+        if isinstance(of_tls, ssl.SSLCertVerificationError) or not self.has_answered:
+            hint = (
+                "where it has no TLS, give http://; where it has, SSL_CERT_FILE with its authority"
+            )
+            raise Refused(f"TLS fails: {reason_of(of_tls)}; {hint}", for_all=True)
 
-    async def _speaks_tls(self) -> bool:
-        """Return whether the server of an http URL answers to https; sends no key."""
-        self._has_probed = True
-        url = self._httpx.URL(self.url)
-        if url.scheme == "https":
-            return False
-        try:
-            async with self._httpx.AsyncClient(verify=False, timeout=PROBE_S) as client:
-                await client.head(url.copy_with(scheme="https", port=url.port or 80))
-        except (self._httpx.ReadError, self._httpx.RemoteProtocolError):
-            return True  # these come after the handshake
-        except (self._httpx.TransportError, OSError):
-            return False
-        return True
-
-    def _note(self, failed: Failed | None, begun: float) -> float:
-        """Note a failure or, with None, an answer; return since when calls fail."""
-        if failed is None:
-            self.has_answered = True
-            self._num_failed = 0
-            if self._told:
-                self._say(f"{self._role}: {self.url} answers again")
-            self._told.clear()
-            return begun
+    def _note(self, failed: Failed, begun: float) -> None:
+        """Note a failure; print a line after some failures, or at once about a long wait."""
         self._num_failed += 1
+        self._last_failure = str(failed)
         if self._num_failed == 1:
             self._failing_since = begun
-        is_busy = failed.wait_s > 0 or str(failed) == "status 429"
-        kind = "asks to wait" if is_busy else "does not answer"
-        if failed.wait_s > self.patience_s:
-            self._tell("asks to wait long", f"{self._request(failed)}; no call is made before")
-        elif self._num_failed >= TOLD:
-            self._tell(kind, f"{self.url} {kind} ({failed}); calls are tried again")
-        return min(begun, self._failing_since)
-
-    def _tell(self, kind: str, line: str) -> None:
-        """Print a line about a kind of failure, unless one has been printed."""
+        if self._num_failed < TOLD and failed.wait_s <= self.patience_s:
+            return
         now = time.monotonic()
-        if kind not in self._told and now - self._told_at.get(kind, -QUIET_S) >= QUIET_S:
-            self._told.add(kind)
-            self._told_at[kind] = now
-            self._say(f"{self._role}: {line}")
+        if not self._is_told and now - self._told_at >= QUIET_S:
+            self._is_told = True
+            self._told_at = now
+            self._say(f"{self._role}: {self.url} does not answer ({failed}); calls wait for it")
 
-
-async def _text_of(response: Any) -> str:
-    """Return the text of a response up to MAX_REPLY bytes, or an empty one if it is longer."""
-    received = bytearray()
-    async for part in response.aiter_bytes():
-        received += part
-        if len(received) > MAX_REPLY:
-            return ""
-    return received.decode(errors="replace")
+    def _note_answer(self) -> None:
+        self.has_answered = True
+        self._num_failed = 0
+        if self._is_told:
+            self._say(f"{self._role}: {self.url} answers again")
+        self._is_told = False
 
 
 def _read(text: str, as_written: bool) -> tuple[Message | None, int]:
     """Return the message of a response, or None for a useless one, and the number of tokens."""
+    num_tokens = 0
     try:
-        response = parse_json(text.removeprefix("\ufeff"))
+        response = parse_json(text)
         usage = response.get("usage")
-        tokens = usage.get("total_tokens") if isinstance(usage, dict) else None
-        num_tokens = tokens if type(tokens) is int and 0 < tokens <= MAX_TOKENS else 0
-    except (ValueError, AttributeError):
-        return None, 0
-    try:
+        if isinstance(usage, dict) and type(usage.get("total_tokens")) is int:
+            num_tokens = max(0, usage["total_tokens"])
         choice = response["choices"][0]
         message = choice["message"]
         content = message.get("content") or ""
-        calls = message.get("tool_calls") or []
-        made = [
+        calls = [
             {
                 "id": str(call["id"]),
                 "type": "function",
@@ -319,16 +262,18 @@ def _read(text: str, as_written: bool) -> tuple[Message | None, int]:
                     "arguments": _arguments(call["function"].get("arguments"), as_written),
                 },
             }
-            for call in calls
+            for call in message.get("tool_calls") or []
         ]
     except (LookupError, ValueError, TypeError, AttributeError):
         return None, num_tokens
-    if not isinstance(content, str) or not (content.strip() or made or as_written):
+    if not isinstance(content, str) or not (content.strip() or calls or as_written):
         return None, num_tokens
     found: Message = {"role": "assistant", "content": content}
-    found |= {"tool_calls": made} if made else {}
-    is_cut = as_written and choice.get("finish_reason") == "length"
-    return found | ({"is_cut": True} if is_cut else {}), num_tokens
+    if calls:
+        found["tool_calls"] = calls
+    if as_written and choice.get("finish_reason") == "length":
+        found["is_cut"] = True
+    return found, num_tokens
 
 
 def _arguments(value: Any, as_written: bool) -> str:

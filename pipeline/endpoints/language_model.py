@@ -1,19 +1,30 @@
-"""A language model behind an endpoint, with its answers on disk and its budget."""
+"""A language model behind an endpoint, with its answers on disk and its budget.
 
+A resumed run pays for no call twice. Each rank appends to a file of its own and reads the files of
+all ranks when it starts. A line is written at once, so a killed process loses no answer; an
+incomplete last line is dropped.
+"""
+
+import hashlib
+import json
 import os
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pipeline.config.settings import Config
 from pipeline.data.tasks import Message
-from pipeline.distributed.ranks import Ranks
-from pipeline.endpoints.cache import AnswerCache, key_of
 from pipeline.endpoints.endpoint import QUIET_S, Endpoint, Refused
 from pipeline.environments.faults import Outage
+from pipeline.errors import UserError
 from pipeline.files.console import say
+from pipeline.files.durable import LinesFile
+from pipeline.files.untrusted import shown
+
+if TYPE_CHECKING:
+    from pipeline.distributed.ranks import Ranks  # imports torch
 
 PATIENCE = 0.9  # share of call_timeout after which a call gives up before the rollout does
 
@@ -22,7 +33,59 @@ class Unanswered(Outage):
     """The endpoint refuses a conversation, for instance because it is too long for its model."""
 
 
-def told_once(ranks: Ranks) -> Callable[[str], None]:
+def key_of(*parts: Any) -> str:
+    """Return the hash of JSON values: what was asked of which model."""
+    text = json.dumps(parts, sort_keys=True, ensure_ascii=False)
+    return hashlib.blake2b(text.encode(errors="replace"), digest_size=16).hexdigest()
+
+
+class AnswerCache:
+    """Answers by key. `num_calls` and `num_tokens` count what all ranks have paid so far.
+
+    Raises UserError for a file that holds no answers.
+    """
+
+    def __init__(self, folder: Path, name: str) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self._answers: dict[str, Message] = {}
+        self.num_calls = 0
+        self.num_tokens = 0
+        own = folder / f"{name}.jsonl"
+        size = 0
+        for path in sorted(folder.glob("*.jsonl")):
+            lines = path.read_bytes().splitlines(keepends=True)
+            whole = [line for line in lines if line.endswith(b"\n")]
+            for number, line in enumerate(whole, 1):
+                try:
+                    self._take(**json.loads(line))
+                except (ValueError, TypeError):
+                    where = f"{path}, line {number}"
+                    remedy = "remove the line, or the file"
+                    raise UserError(f"{where}: holds no answer ({shown(line)}); {remedy}") from None
+            if path == own:
+                size = sum(map(len, whole))
+        self._file = LinesFile(own, size)
+
+    def _take(self, *, key: str, message: Message | None, num_tokens: int) -> None:
+        self.num_calls += 1
+        self.num_tokens += num_tokens
+        if message is not None:
+            self._answers[key] = message
+
+    def get(self, key: str) -> Message | None:
+        return self._answers.get(key)
+
+    def put(self, key: str, message: Message | None, num_tokens: int) -> None:
+        """Store a paid answer; None stands for an answer that was of no use."""
+        entry: dict[str, Any] = {"key": key, "message": message, "num_tokens": num_tokens}
+        self._file.append(json.dumps(entry))
+        self._take(**entry)
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def told_once(ranks: "Ranks") -> Callable[[str], None]:
     """Return a function that prints a line on the rank that has it first, once in QUIET_S seconds.
 
     A rank whose calls are done notices no outage, so the main rank alone might print nothing.
@@ -50,26 +113,25 @@ class LanguageModel:
         role: str,
         config: Config,
         folder: Path,
-        ranks: Ranks | None = None,
+        ranks: "Ranks | None" = None,
         *,
         name: str = "",
         as_written: bool = False,
     ) -> None:
         rank = 0 if ranks is None else ranks.rank
         num_ranks = 1 if ranks is None else ranks.num_ranks
-        parts = config.data, config.evaluation
         self._role = role
-        self._data = next(p for p in parts if hasattr(p, f"{role}_url"))
+        self._settings = config.evaluation if role == "agent" else config.data
         self._key_name = self._setting("key")
         self._endpoint = Endpoint(
-            str(self._setting("url")),
-            str(self._setting("model")),
-            self._setting("temperature"),
-            os.environ.get(self._key_name, "").strip(),
-            PATIENCE * config.rollout.call_timeout,
-            say if ranks is None else told_once(ranks),
-            role,
-            as_written,
+            url=self._setting("url"),
+            model=self._setting("model"),
+            temperature=self._setting("temperature"),
+            key=os.environ.get(self._key_name, "").strip(),
+            patience_s=PATIENCE * config.rollout.call_timeout,
+            say=say if ranks is None else told_once(ranks),
+            role=role,
+            as_written=as_written,
         )
         self.cache = AnswerCache(folder / f"{role}s", name or f"rank-{rank}")
         self.ended = ""
@@ -81,14 +143,14 @@ class LanguageModel:
         self._most = {
             name: used + (limit - used + num_ranks - 1 - rank) // num_ranks
             for name, used in limits.items()
-            if (limit := getattr(self._data, name, None)) is not None
+            if (limit := getattr(self._settings, name)) is not None
         }
 
     def close(self) -> None:
         self.cache.close()
 
     def _setting(self, name: str) -> Any:
-        return getattr(self._data, f"{self._role}_{name}")
+        return getattr(self._settings, f"{self._role}_{name}")
 
     async def ask(
         self,
@@ -115,10 +177,11 @@ class LanguageModel:
             )
         except Refused as refused:
             why = f"{self._role}_url: {endpoint.url} refuses a call ({refused})"
-            if refused.for_all:
-                names = f"{self._role}_url, {self._role}_model or the key in {self._key_name}"
-                self.ended = f"{why}; {refused.remedy or f'mend {names}'}"
-            raise (Outage if refused.for_all else Unanswered)(why) from None
+            if not refused.for_all:
+                raise Unanswered(why) from None
+            names = f"{self._role}_url, {self._role}_model or the key in {self._key_name}"
+            self.ended = f"{why}; mend {names}"
+            raise Outage(why) from None
         finally:
             self._num_open -= 1
 
@@ -127,7 +190,7 @@ class LanguageModel:
             is_calls = name.endswith("_calls")
             spent = self.cache.num_calls + self._num_open if is_calls else self.cache.num_tokens
             if spent >= most and not self.ended:
-                limit = getattr(self._data, name)
+                limit = getattr(self._settings, name)
                 hint = "go on with --resume-from-checkpoint auto and more, nothing is paid twice"
                 self.ended = f"{name}: got {limit}, which is spent; {hint}"
         if self.ended:

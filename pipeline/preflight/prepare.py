@@ -12,7 +12,7 @@ from pipeline.chat.template import Chat
 from pipeline.checkpoints.manifest import problem
 from pipeline.checkpoints.run_folder import resumable
 from pipeline.config.settings import Config, ModelSettings
-from pipeline.customers.service import check_scenarios
+from pipeline.customers import check_scenarios
 from pipeline.data.curriculum import Stage, make_stages
 from pipeline.data.shares import TaskMixture, mixtures, num_drawn
 from pipeline.data.tasks import Task

@@ -17,7 +17,7 @@ from typing import Any
 from pipeline.chat.template import Chat
 from pipeline.chat.text import Parsed
 from pipeline.config.settings import RolloutSettings
-from pipeline.customers.scenario import Welcome
+from pipeline.customers import Welcome
 from pipeline.data.tasks import Message, Task
 from pipeline.environments import tools
 from pipeline.environments.calls import Calls

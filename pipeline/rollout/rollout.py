@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from pipeline.chat.template import Chat
 from pipeline.chat.text import Parsed
 from pipeline.config.settings import RolloutSettings
-from pipeline.customers.scenario import Welcome, record
+from pipeline.customers import Welcome, record
 from pipeline.environments.calls import TICK_S, Calls, run
 from pipeline.environments.customers import reply_of
 from pipeline.environments.faults import FaultLog

@@ -14,10 +14,9 @@ import re
 from itertools import takewhile
 from typing import Any, ClassVar
 
-from pipeline.customers.scenario import Scenario, spoken
+from pipeline.customers import Scenario, ScriptedCustomer, spoken
 from pipeline.tau2.checkout import Checkout
 from pipeline.tau2.overlay import Base, State, changes_of, tables_of
-from pipeline.tau2.scripted_customer import ScriptedCustomer
 
 MAX_ERRORS = 10  # as the official orchestrator's default
 STOPPED = "###STOP###"

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import count, takewhile
 from typing import Any
 
-from pipeline.customers.scenario import spoken
+from pipeline.customers import spoken
 from pipeline.tau2.environment import MAX_ERRORS, STOPPED, World
 
 Line = Mapping[str, Any]  # one line of a transcript

@@ -4,13 +4,12 @@ import asyncio
 
 import pytest
 
-from pipeline.customers.llm_customer import MAX_ERRORS, SILENCE, LlmCustomer, scenario_of
-from pipeline.customers.scenario import Scenario, spoken
+from pipeline.customers import MAX_ERRORS, SILENCE, LlmCustomer, Scenario, spoken
 from pipeline.environments.faults import Outage
 from tests.support.endpoint import calling
 
 
-def customer(*answers, call=None, first_words=""):
+def customer(*answers, call=None):
     """A customer with these answers of the language model; also what the model was asked."""
     asked, left = [], list(answers)
 
@@ -20,7 +19,7 @@ def customer(*answers, call=None, first_words=""):
         message = {"content": answer} if isinstance(answer, str) else answer
         return {"role": "assistant", **message, "content": message["content"] or ""}
 
-    scenario = Scenario(system="Play.", greeting="Welcome.", first_words=first_words, call=call)
+    scenario = Scenario(system="Play.", greeting="Welcome.", call=call)
     return LlmCustomer(scenario, ask), asked
 
 
@@ -41,12 +40,6 @@ def test_the_customer_answers_the_greeting_and_then_the_agent():
         {"role": "user", "content": "Is it on?"},
     ]
     assert made.model_messages == [*asked[1], {"role": "assistant", "content": "No."}]
-
-
-def test_a_request_of_the_task_is_what_the_customer_has_said_first():
-    made, asked = customer("No.", first_words="My lamp is broken.")
-    assert talk(made, "Is it on?") == ["My lamp is broken.", "No."]
-    assert len(asked) == 1 and asked[0][2]["content"] == "My lamp is broken."
 
 
 @pytest.mark.parametrize(
@@ -116,9 +109,3 @@ def test_a_customer_who_never_answers_has_failed(failed, why):
     with pytest.raises(Outage, match=why):
         talk(made, "Switch it on.")
     assert len(asked) == 1 + (MAX_ERRORS if failed else 30)
-
-
-def test_the_scenario_of_any_task_is_in_the_prompt():
-    made = scenario_of("You are Ada.", "My lamp is broken.")
-    assert made.system.endswith("Your instructions:\nYou are Ada.")
-    assert made.first_words == "My lamp is broken."

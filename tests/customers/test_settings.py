@@ -4,7 +4,7 @@ import pytest
 
 from pipeline.config.rules import check
 from pipeline.config.settings import Config, DataSettings
-from pipeline.customers.service import check_scenarios
+from pipeline.customers import check_scenarios
 from pipeline.environments.domains import load_domains
 from pipeline.errors import UserError
 

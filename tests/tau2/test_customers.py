@@ -5,13 +5,12 @@ import json
 import pytest
 
 from pipeline.config.settings import Config, RolloutSettings
-from pipeline.customers.service import Customers
+from pipeline.customers import Customers, ScriptedCustomer
 from pipeline.data.tasks import Task
 from pipeline.endpoints.language_model import LanguageModel
 from pipeline.environments.domains import load_domains
 from pipeline.rollout.rollout import RolloutRequest
 from pipeline.rollout.trajectory import StopReason
-from pipeline.tau2.scripted_customer import ScriptedCustomer
 from tests.support.endpoint import calling, serving
 from tests.support.helpers import (
     Desk,

@@ -6,7 +6,7 @@ import pytest
 
 from pipeline.config.rules import check
 from pipeline.config.settings import Config
-from pipeline.customers.service import judge_of
+from pipeline.customers import judge_of
 from pipeline.distributed.ranks import Ranks
 from pipeline.environments.domains import load_domains
 from pipeline.errors import UserError
