@@ -19,7 +19,7 @@ from pipeline import run_state, train
 from pipeline.checkpoints.checkpoint import TrainState
 from pipeline.config.cli import parse
 from pipeline.data.tasks import Task
-from pipeline.evaluation import results
+from pipeline.evaluation import evaluate as evaluation
 from pipeline.evaluation.advice import StartReport
 from pipeline.report import write as report
 from pipeline.tracking.run_files import final_numbers
@@ -192,8 +192,8 @@ def test_a_run_that_is_trained_does_not_fail_by_its_report(
     folder = make_run(tmp_path / "run", ("airline",), ("airline",), validation=False)
     place = {
         "report": (train, "write_report"),
-        "results": (results, "describe"),
-        "transfer": (results, "summary"),
+        "results": (evaluation, "describe"),
+        "transfer": (evaluation, "summary"),
         "table": (train, "final_table"),
     }[broken]
     monkeypatch.setattr(*place, break_report)
@@ -222,7 +222,7 @@ def test_baselines_are_played_once_and_only_the_last_results_have_transfer_numbe
     monkeypatch.setattr(
         run_state, "play_baselines", lambda *_: played.append("baselines") or {"lamp": {}}
     )
-    monkeypatch.setattr(results, "summary", lambda runs: {"points": len(runs)})
+    monkeypatch.setattr(evaluation, "summary", lambda runs: {"points": len(runs)})
     ranks, log = SimpleNamespace(is_main=True, num_ranks=1), SimpleNamespace()
     run = Finished(tmp_path, ranks, log)
     for is_final, transfer in ((False, {}), (False, {}), (True, {"points": 1})):
