@@ -137,8 +137,8 @@ def test_a_run_ends_with_its_report_and_success_is_a_share(run: tuple[Path, str]
     assert "warning" not in said and "mean reward lamp  " in said
     results = read(folder, "results.json")
     assert results["success_threshold"] == 1.0
-    for evaluation in results["evaluations"]:
-        of = evaluation["success"]["lamp"]
+    for entry in results["evaluations"]:
+        of = entry["success"]["lamp"]
         rewards = [reward for trials in of["tasks"].values() for reward in trials]
         assert set(rewards) <= set(REWARDS.values())
         assert of["mean"] == sum(reward == 7.2 for reward in rewards) / 8
