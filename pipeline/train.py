@@ -24,7 +24,7 @@ from pipeline.checkpoints.transcripts import read_records
 from pipeline.config import variables
 from pipeline.config.settings import Config
 from pipeline.data.curriculum import Stage, learning_rate_at
-from pipeline.data.tasks import Task
+from pipeline.data.tasks import Source, Task
 from pipeline.distributed.launch import CONFIGS
 from pipeline.distributed.meeting import meets
 from pipeline.distributed.ranks import Interrupted, Ranks
@@ -66,6 +66,8 @@ UNSCORED_STEPS = 3  # steps in a row without any reward that end a run
 class Training(RunState):
     """A whole run on this rank."""
 
+    sources: Mapping[str, Source]  # the tasks of the present stage by domain; set by `begin_stage`
+    peak: float  # the learning rate after the warm-up; set by `begin_grpo`
     _unscored_steps = 0
 
     def run(self) -> int:
@@ -116,6 +118,7 @@ class Training(RunState):
     def begin_grpo(self) -> Meter:
         """Make the Updater, and return a Meter that measures the training steps."""
         learner = self.learner
+        self.peak = self.config.peak_learning_rate
         updater = learner.make_updater(self.checkpointer, self._saved_state, self.stages)
         self.checkpointer.owners.append(updater)
         self.kl_probe.load([s for s in self.stages[:-1] if self.state.evaluated(s.name)])
@@ -143,6 +146,7 @@ class Training(RunState):
             evaluations = self.state.evaluations
             for line in lost_domains(evaluations, stages, self.config.evaluation):
                 self.say(f"warning: {line}")
+        self.sources = self.parts.sources(stage)
         self.validate_when_due(stage)  # a resumed run may have stopped before this validation
         if self.is_best:
             self.save(f"step-{self.state.step:06d}")
@@ -174,9 +178,8 @@ class Training(RunState):
 
     def collect(self, stage: Stage, step: int) -> RolloutBatch:
         """Collect this rank's rollouts for a step."""
-        sources = self.parts.sources(stage)
         rollout = self.learner.rollout
-        batch = collect_rollouts(rollout, self.ranks, self.config, stage, step, sources)
+        batch = collect_rollouts(rollout, self.ranks, self.config, stage, step, self.sources)
         if self.language_models:
             self.check_language_models()
         return batch
@@ -190,8 +193,7 @@ class Training(RunState):
         step = self.state.step
         settings = self.config.grpo
         done = step - stage.first_step
-        peak = self.config.peak_learning_rate
-        learning_rate = learning_rate_at(done, stage.num_steps, peak, settings)
+        learning_rate = learning_rate_at(done, stage.num_steps, self.peak, settings)
         with self.ranks.phase("update", stage.name, step + 1):
             found = [
                 self.updater.update_policy(
