@@ -34,6 +34,7 @@ FIRST_PAUSE_S = 0.5
 MAX_PAUSE_S = 20.0
 TOLD = 3  # failed attempts without a success between them, before a line says so
 QUIET_S = 60.0  # seconds between two lines that say so
+MAX_REPLY = 8 << 20  # bytes of a reply, unpacked; a longer one is no message
 MAX_USELESS = 3  # answers of one call that hold no message; they are paid
 NOT_HERE = (401, 403, 404)  # statuses that no other conversation will change
 REPEATED = (408, 409, 425, 429)  # statuses below 500 that another attempt may change
@@ -178,14 +179,15 @@ class Endpoint:
         address = f"{self.url}/chat/completions"
         try:
             async with asyncio.timeout(self.patience_s / 2):
-                response = await client.post(address, json=body, headers=self._headers)
+                request = client.stream("POST", address, json=body, headers=self._headers)
+                async with request as response:
+                    text = await _text_of(response)
         except TimeoutError:
             raise Failed(f"no answer within {self.patience_s / 2:.3g} s") from None
         except (self._httpx.TransportError, self._httpx.DecodingError, OSError) as error:
             self._refuse_without_tls(error)
             raise Failed(f"{type(error).__name__}: {one_line(str(error))}") from None
         status = int(response.status_code)
-        text = response.content.decode(errors="replace")
         if status >= 500 or status in REPEATED:
             wait_s = seconds_of(response.headers.get("Retry-After", ""))
             asks = f", which asks to wait {wait_s:.0f} s" if wait_s else ""
@@ -240,6 +242,16 @@ class Endpoint:
         if self._is_told:
             self._say(f"{self._role}: {self.url} answers again")
         self._is_told = False
+
+
+async def _text_of(response: Any) -> str:
+    """Return the text of a response up to MAX_REPLY bytes, or an empty one if it is longer."""
+    received = bytearray()
+    async for part in response.aiter_bytes():
+        received += part
+        if len(received) > MAX_REPLY:
+            return ""
+    return received.decode(errors="replace")
 
 
 def _read(text: str, as_written: bool) -> tuple[Message | None, int]:

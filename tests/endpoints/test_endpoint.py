@@ -269,3 +269,18 @@ def test_a_key_that_a_reply_writes_in_another_way_is_masked(server):
         server.faults = ['{"choices": [{"message": {"content": "the key: ' + written + '"}}]}']
         assert client()["content"] == "the key: ***"
         assert key not in str(client.paid)
+    server.faults = [(401, "y")]
+    server.refusal = json.dumps("y" * 290 + key)  # which is cut off within the key
+    with pytest.raises(Refused) as caught:
+        client()
+    assert "yyy" in str(caught.value) and key[:8] not in str(caught.value)
+
+
+def test_a_reply_without_an_end_is_no_message(server, monkeypatch):
+    monkeypatch.setattr(module, "MAX_REPLY", 10_000)
+    server.answer = lambda body: {"content": "x" * 20_000}
+    client = Client(server.url)
+    with pytest.raises(Outage, match="gave 3 answers without a message"):
+        client()
+    server.answer = lambda body: {"content": "x" * 5_000}
+    assert len(client()["content"]) == 5_000
