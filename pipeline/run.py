@@ -194,7 +194,7 @@ def start(command: Callable[[list[str]], int]) -> NoReturn:
     atexit.register(_end_children)  # runs after that of multiprocessing, which comes later
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # warnings of c10d hold long stacks
     if "LOCAL_RANK" in os.environ:
-        from pipeline.distributed.forks import end_with_the_parent
+        from pipeline.distributed.children import end_with_the_parent
 
         end_with_the_parent()  # the launcher
     leave(command(sys.argv[1:]))

@@ -13,7 +13,6 @@ from pipeline.checkpoints.resume import (
     load_start,
     open_together,
     origin_of_model,
-    refuse_other_facts,
     refuse_other_origin,
     refuse_other_stages,
     refuse_other_weights,
@@ -96,12 +95,12 @@ class RunState:
         # The weights, and the state of a checkpoint, which must be of the same run.
         self._saved_state, model = load_start(config, tokenizer, resumed, accelerator.device)
         refuse_other_weights(model, ranks)
-        refuse_other_facts(self._saved_state, about, config.run.override)
         if config.model.use_peft or (resumed is None and config.grpo.beta > 0):
             made_of |= weights_of(model, ranks)  # read again when the run is resumed
         origin = self._saved_state or origin_of_model(config)
         name = (resumed or Path(config.model.model)).name
-        for line in refuse_other_origin(origin, made_of, name, config.run.override):
+        override = config.run.override
+        for line in refuse_other_origin(origin, made_of, name, override, about):
             self.say(line)
         self.state = TrainState()
         self.errors = ErrorRates()
@@ -151,9 +150,8 @@ class RunState:
         self.log = RunLog(self.folder, config, is_main=ranks.is_main, state=log_state)
         keys = {"kind": "machine", "stage": self.state.stage, "step": self.state.step}
         self.log.timings({**keys, **machine(ranks.num_ranks)})
-        lock = None if opened is None else opened.lock
         self.checkpointer = Checkpointer(
-            self.folder, ranks, config.run, self.state, tokenizer, lock=lock, resumed=resumed
+            self.folder, ranks, config.run, self.state, tokenizer, resumed=resumed
         )
         self.checkpointer.owners += [self.log, self.errors, self.dead, self.start, self.decisions]
         if opened is not None:

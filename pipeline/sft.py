@@ -32,8 +32,8 @@ from pipeline.grpo.algorithm import TokenStats
 from pipeline.grpo.micro_batches import MicroBatch
 from pipeline.grpo.token_logprobs import TokenLogprobs
 from pipeline.grpo.updater import Updater
-from pipeline.models.allocation import give_memory_back
-from pipeline.models.capabilities import recompute_layers
+from pipeline.models.layers import recompute_layers
+from pipeline.models.rank_memory import give_memory_back
 from pipeline.rollout.trajectory import Trajectory
 
 SFTExample = dict[str, list[int]]  # has the keys `input_ids` and `labels`

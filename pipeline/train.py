@@ -25,10 +25,9 @@ from pipeline.config import variables
 from pipeline.config.settings import Config
 from pipeline.data.curriculum import Stage, learning_rate_at
 from pipeline.data.tasks import Source, Task
+from pipeline.distributed.connecting import meet_again, meeting
 from pipeline.distributed.launch import CONFIGS
-from pipeline.distributed.meeting import meets
 from pipeline.distributed.ranks import Interrupted, Ranks
-from pipeline.distributed.restarts import meet_again
 from pipeline.distributed.watchdog import GRACE_S, Watchdog
 from pipeline.errors import INTERRUPTED, RunError, UserError
 from pipeline.evaluation.advice import fallen_domains, lost_domains
@@ -398,9 +397,13 @@ def main(config: Config, make_training: Callable[..., Training] = Training) -> i
     return code
 
 
-@meets
 def connect(config: Config) -> tuple[Accelerator, Ranks]:
     """Join the process group; raise UserError for an unsuitable launch configuration."""
+    with meeting(config.run.timeout + GRACE_S):
+        return _connected(config)
+
+
+def _connected(config: Config) -> tuple[Accelerator, Ranks]:
     transformers_logging.disable_progress_bar()
     # Accelerate passes `broadcast_buffers` under an old name, and torch 2.13 warns about the name.
     warnings.filterwarnings("ignore", message=".*broadcast_buffers", category=FutureWarning)

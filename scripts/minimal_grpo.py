@@ -30,8 +30,8 @@ from pipeline.environments.tools import tool_schemas
 from pipeline.grpo.algorithm import group_advantages, grpo_loss, token_weights, zero_std_groups
 from pipeline.grpo.micro_batches import make_micro_batches
 from pipeline.grpo.token_logprobs import TokenLogprobs
+from pipeline.models.sampling_copy import trained_weights
 from pipeline.models.tiny import tiny_model, tiny_tokenizer
-from pipeline.models.weights import trained_weights
 from pipeline.rollout.rollout import Rollout, RolloutRequest, SamplerPolicy
 from pipeline.rollout.sampler import Sampler, make_sampler
 from pipeline.rollout.trajectory import Trajectory

@@ -45,7 +45,7 @@ ROOMS = (  # a room imports only rooms before it
     "__main__",
 )
 WITHOUT_TORCH = ("files", "config", "data", "environments", "embedded", "tau2", "plots", "report")
-TALKING = [PACKAGE / "distributed" / f"{name}.py" for name in ("ranks", "gradients", "restarts")]
+TALKING = [PACKAGE / "distributed" / f"{name}.py" for name in ("ranks", "connecting")]
 COLLECTIVES = {
     *("all_reduce", "all_gather", "all_gather_object", "all_gather_into_tensor", "all_to_all"),
     *("broadcast", "broadcast_object_list", "gather_object", "gather_for_metrics", "new_group"),
@@ -149,11 +149,11 @@ def test_reading_the_command_line_or_a_run_folder_loads_no_torch():
 def test_ranks_talk_in_distributed_alone(path):
     if path in TALKING:
         return
-    elastic = "torch.distributed.elastic"  # the launcher's own exceptions
+    launcher = ("torch.distributed.elastic", "torch.distributed.run")
     talking = [
         name
         for name in imports(TREES[path])
-        if name.startswith("torch.distributed") and not name.startswith(elastic)
+        if name.startswith("torch.distributed") and not name.startswith(launcher)
     ]
     talking += [
         ast.unparse(node)

@@ -36,7 +36,7 @@ from pipeline.chat.text import (
     values_are_text,
 )
 from pipeline.data.tasks import Message
-from pipeline.distributed.rehearsal import rehearse
+from pipeline.distributed.children import rehearse
 from pipeline.errors import UserError
 from pipeline.files.untrusted import one_line, reason_of
 

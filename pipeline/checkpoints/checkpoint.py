@@ -11,23 +11,28 @@ import os
 import shutil
 import time
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
 
-from pipeline.checkpoints import manifest
-from pipeline.checkpoints.manifest import write_manifest
-from pipeline.checkpoints.run_folder import FORMAT, FULL
+from pipeline.checkpoints.run_folder import (
+    FORMAT,
+    FULL,
+    PREVIOUS,
+    WRITING,
+    newest_first,
+    number_of,
+    prune,
+    write_manifest,
+)
 from pipeline.config.settings import RunSettings
-from pipeline.distributed.gradients import consolidated_state_dict
-from pipeline.distributed.ranks import Ranks
+from pipeline.distributed.ranks import Ranks, consolidated_state_dict
 from pipeline.errors import SHUTDOWN_TIMEOUT, MachineError
 from pipeline.files.durable import sync, write_text
 from pipeline.models import lora
-from pipeline.models.weights import has_adapters
+from pipeline.models.sampling_copy import has_adapters
 
 SavedState = dict[str, Any]  # the content of state.json
 
@@ -80,9 +85,9 @@ def save(
     """
     folder.mkdir(parents=True, exist_ok=True)
     final = folder / name
-    writing = folder / f"{manifest.WRITING}{name}"
+    writing = folder / f"{WRITING}{name}"
     shutil.rmtree(writing, ignore_errors=True)
-    number = 1 + max(map(manifest.number_of, manifest.newest_first(folder)), default=0)
+    number = 1 + max(map(number_of, newest_first(folder)), default=0)
     config = json.dumps(state.get("config", {}), sort_keys=True).encode()
     content = {"format": FORMAT, **state, "config_hash": hashlib.sha256(config).hexdigest()}
     try:
@@ -102,7 +107,7 @@ def save(
         shutil.rmtree(writing, ignore_errors=True)
         raise
     if final.exists():  # The old checkpoint stays until the new checkpoint is renamed.
-        previous = folder / f"{name}{manifest.PREVIOUS}"
+        previous = folder / f"{name}{PREVIOUS}"
         shutil.rmtree(previous, ignore_errors=True)
         final.rename(previous)
     writing.rename(final)
@@ -142,7 +147,6 @@ class Checkpointer:
         state: TrainState,
         tokenizer: Any,
         *,
-        lock: IO[str] | None = None,
         resumed: Path | None = None,
     ) -> None:
         self.run_folder = run_folder
@@ -153,11 +157,9 @@ class Checkpointer:
         self._settings = settings
         self.state = state
         self._tokenizer = tokenizer
-        self._lock = lock
         self.unsynced: list[Path] = []  # files to flush to disk before the next checkpoint
         self._saved = None if resumed is None else state.position
         self._begun = self._saved_at = time.perf_counter()
-        self._warned = False
         name = state.best.get("checkpoint")
         # Later checkpoints may have replaced it.
         if name and not ranks.all_gather_objects((self.folder / name).is_dir(), "best")[0]:
@@ -188,12 +190,9 @@ class Checkpointer:
 
     def check_folder(self) -> None:
         """Raise MachineError if the run folder was removed or replaced."""
-        with suppress(FileNotFoundError):
-            current = os.stat(self.run_folder / ".lock")
-            if self._lock is None or os.path.samestat(current, os.fstat(self._lock.fileno())):
-                return
-        why = "was removed or replaced during the run; start again"
-        raise MachineError(f"output_dir: {self.run_folder} {why}")
+        if not (self.run_folder / ".lock").exists():
+            why = "was removed or replaced during the run; start again"
+            raise MachineError(f"output_dir: {self.run_folder} {why}")
 
     def machine_fault(self, error: BaseException) -> MachineError | None:
         """Return a MachineError if a lost run folder or a full disk caused `error`, else None."""
@@ -215,15 +214,14 @@ class Checkpointer:
         if self.ranks.is_main:
             path = self.write(name, model, moments)
             kept = {path.name, self.state.best.get("checkpoint")}
-            manifest.prune(self.folder, self._settings.save_total_limit, kept)
+            prune(self.folder, self._settings.save_total_limit, kept)
         self.ranks.barrier(f"checkpoint {name}")
         self._saved = self.state.position
         self._saved_at = time.perf_counter()
         seconds = self._saved_at - begun
         limit_s = float(os.environ.get(SHUTDOWN_TIMEOUT, 30))
         is_launched = self.ranks.is_main and "TORCHELASTIC_RUN_ID" in os.environ
-        if is_launched and seconds > limit_s and not self._warned:
-            self._warned = True
+        if is_launched and seconds > limit_s:
             why = f"took {seconds:.0f} s, but the launcher ends ranks {limit_s:.0f} s after SIGTERM"
             print(f"warning: a save {why}; set {SHUTDOWN_TIMEOUT}={2 * seconds:.0f}", flush=True)
         return seconds

@@ -1,6 +1,5 @@
 """Starts or resumes a run: opens the run folder, and loads the state and the weights."""
 
-import json
 import os
 import platform
 import time
@@ -15,8 +14,7 @@ import torch
 
 from pipeline.checkpoints import run_folder
 from pipeline.checkpoints.checkpoint import Checkpointer, SavedState
-from pipeline.checkpoints.manifest import problem
-from pipeline.checkpoints.run_folder import Opened, open_folder, read_state
+from pipeline.checkpoints.run_folder import Opened, open_folder, problem, read_state
 from pipeline.config.recipe import SETTINGS
 from pipeline.config.settings import Config, ModelSettings
 from pipeline.data.curriculum import BEFORE_GRPO, Stage
@@ -24,6 +22,7 @@ from pipeline.data.tasks import HELD_OUT, MODULE
 from pipeline.distributed.ranks import Ranks, parameter_hash
 from pipeline.errors import UserError
 from pipeline.files.layout import run_of_checkpoint
+from pipeline.files.untrusted import shown
 from pipeline.models import lora
 from pipeline.models.loading import dtype_of, load_folder, load_model
 
@@ -51,6 +50,18 @@ def sees_folder_of_rank_0(folder: Path, ranks: Ranks) -> tuple[str, bool]:
     return os.path.dirname(name), sees
 
 
+def refuse_differences(ranks: Ranks, facts: Mapping[str, Any], remedy: str) -> None:
+    """Raise UserError, on all ranks, if a rank has another value of a fact than rank 0."""
+    gathered = ranks.all_gather_objects((platform.node(), dict(facts)), "facts")
+    host_0, facts_0 = gathered[0]
+    for rank, (host, own) in enumerate(gathered):
+        for name, value in own.items():
+            if value != facts_0.get(name):
+                has = f"rank {rank} on {host} has {shown(value)}"
+                why = f"{has}, rank 0 on {host_0} has {shown(facts_0.get(name))}"
+                raise UserError(f"{name}: {why}; {remedy}")
+
+
 def share_folder(config: Config, ranks: Ranks) -> Config:
     """Return the settings with rank 0's run folder as `output_dir`.
 
@@ -59,32 +70,15 @@ def share_folder(config: Config, ranks: Ranks) -> Config:
     folder = Path()
     if ranks.is_main:
         folder = run_folder.folder_of(config)
-        run_folder.check_folder(_in_folder(config, folder))
-    host = platform.node()
-    settings = _in_folder(config, None).model_dump()
-    gathered = ranks.all_gather_objects((host, folder, folder.absolute(), settings), "settings")
-    host_0, relative, absolute, settings_0 = gathered[0]
-    for rank, (other, _, _, found) in enumerate(gathered):
-        for section, name in SETTINGS:
-            if found[section][name] != settings_0[section][name]:
-                given = f"rank {rank} on {other} has {found[section][name]!r}"
-                why = f"{given}, rank 0 on {host_0} has {settings_0[section][name]!r}"
-                raise UserError(f"{name}: {why}; start all ranks with the same command")
-    try:
-        sees = sees_folder_of_rank_0(absolute, ranks)[1]
-    except OSError as error:
-        where = f"{Path(error.filename or '').parent} takes no file ({error.strerror})"
-        raise UserError(f"output_dir: {where}; make room, or name another folder") from None
-    for rank, (other, is_seen) in enumerate(ranks.all_gather_objects((host, sees), "run folder")):
-        if not is_seen:
-            why = f"rank {rank} on {other} cannot see {absolute} of rank 0 on {host_0}"
-            raise UserError(f"output_dir: {why}; name a folder that all machines share")
-    return _in_folder(config, relative if ranks.is_main else absolute)
-
-
-def _in_folder(config: Config, folder: Path | None) -> Config:
-    run = config.run.model_copy(update={"output_dir": folder})
-    return config.model_copy(update={"run": run})
+        run_folder.check_folder(config.changed("run", output_dir=folder))
+    values = config.changed("run", output_dir=None).model_dump()
+    settings = {f"{section}.{name}": values[section][name] for section, name in SETTINGS}
+    refuse_differences(ranks, settings, "start all ranks with the same command")
+    relative, absolute = ranks.all_gather_objects((folder, folder.absolute()), "run folder")[0]
+    sees = sees_folder_of_rank_0(absolute, ranks)[1]
+    seen = {"output_dir": str(absolute) if sees else "no such folder"}
+    refuse_differences(ranks, seen, "name a folder that all nodes share")
+    return config.changed("run", output_dir=relative if ranks.is_main else absolute)
 
 
 def open_together(
@@ -96,60 +90,38 @@ def open_together(
 ) -> tuple[Opened | None, Path | None]:
     """Open the run folder on rank 0, and return the checkpoint to resume.
 
-    A UserError on rank 0 is raised on every rank. On ranks above 0, the result has None for Opened.
-    Raises UserError if the ranks have a `tokenizer` with different tokens, different facts `about`
-    the domains, or are `made_of` different things.
+    On ranks above 0, the result has None for Opened. Raises UserError if the ranks have different
+    versions or code, a `tokenizer` with different tokens, different facts `about` the domains, or
+    are `made_of` different things.
     """
-    digest = sha256(str(sorted(tokenizer.get_vocab().items())).encode()).hexdigest()
     versions = f"python {platform.python_version()}, torch {torch.__version__}, code {code_hash()}"
-    own_facts = {"about": json.dumps(about, sort_keys=True), **made_of}
-    own = platform.node(), versions, own_facts, digest
-    hosts, all_versions, facts, digests = zip(*ranks.all_gather_objects(own, "tokens"), strict=True)
-    if rank := _other(all_versions):
-        where = f"rank {rank} on {hosts[rank]} has {all_versions[rank]}, rank 0 on {hosts[0]}"
-        raise UserError(f"versions: {where} has {all_versions[0]}; install the same on both")
-    if rank := _other(facts):
-        name = next(name for name, fact in facts[0].items() if facts[rank].get(name) != fact)
-        why = f"rank {rank} on {hosts[rank]} has others than rank 0 on {hosts[0]}"
-        remedy = "give all the same files; generate_tasks may depend on its arguments alone"
-        raise UserError(f"{name}: {why}; {remedy} (not on a set's order)")
-    if _other(digests):
-        why = "the expert of a domain without WORDS gave the ranks different conversations"
-        raise UserError(f"demonstrations: {why}; give the domain's module WORDS, or a file")
-    opened: Opened | None = None
-    result: Any = None
-    try:
-        if ranks.is_main:
-            opened = open_folder(config)
-            result = opened.checkpoint and opened.checkpoint.name
-    except UserError as error:
-        result = error
-    result = ranks.all_gather_objects(result, "run folder")[0]
-    if isinstance(result, UserError):
-        raise result
-    return opened, result and run_folder.folder_of(config) / "checkpoints" / result
+    # The tiny model's tokens are also words of the conversations of domains without WORDS.
+    tokens = sha256(str(sorted(tokenizer.get_vocab().items())).encode()).hexdigest()
+    refuse_differences(
+        ranks,
+        {"versions": versions, "about": about, **made_of, "tokens": tokens},
+        "give all the same files; generate_tasks may depend on its arguments alone (not on a set's "
+        "order), and so may experts",
+    )
+    opened = open_folder(config) if ranks.is_main else None
+    own = "" if opened is None or opened.checkpoint is None else opened.checkpoint.name
+    name = ranks.all_gather_objects(own, "run folder")[0]
+    checkpoint = run_folder.folder_of(config) / "checkpoints" / name
+    return opened, checkpoint if name else None
 
 
 def refuse_other_weights(model: Any, ranks: Ranks) -> None:
-    """Raise UserError, on all ranks, if a machine has loaded another model than rank 0."""
+    """Raise UserError, on all ranks, if a node has loaded another model than rank 0."""
     hosts = ranks.all_gather_objects(platform.node(), "model")
-    if len(set(hosts)) == 1:
-        return
-    found = ranks.all_gather_objects(parameter_hash(model.named_parameters()), "model")
-    if rank := _other(found):
-        where = f"rank {rank} on {hosts[rank]} has other weights than rank 0 on {hosts[0]}"
-        raise UserError(f"model: {where}; give all the same files")
+    if len(set(hosts)) > 1:
+        found = parameter_hash(model.named_parameters())
+        refuse_differences(ranks, {"model": found}, "give all the same files")
 
 
 def code_hash() -> str:
     """Return the start of the SHA-256 of this package's source files."""
     files = sorted(path.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("*.py"))
     return sha256(b"".join((PACKAGE / file).read_bytes() for file in files)).hexdigest()[:8]
-
-
-def _other(values: Sequence[Any]) -> int:
-    """Return the first rank whose value is not that of rank 0; 0 if there is none."""
-    return next((rank for rank, value in enumerate(values) if value != values[0]), 0)
 
 
 def load_start(
@@ -176,17 +148,6 @@ def load_start(
     return state, load_folder(lora.base_of(path) if goes_on else path, config.model, at, dtype)
 
 
-def refuse_other_facts(state: SavedState, about: Mapping[str, Any], override: bool) -> None:
-    """Raise UserError if the facts about a domain are not those of the checkpoint."""
-    saved: Mapping[str, Any] = state.get("about", about)
-    for name in {**saved, **about} if not override else ():
-        was = saved.get(name, {})
-        now = about.get(name, {})
-        if changed := [key for key in {**was, **now} if was.get(key) != now.get(key)]:
-            given = f"{changed[0]} was {was.get(changed[0])} and is {now.get(changed[0])}"
-            raise UserError(f"about: {name}: {given}; restore the data, or give --override")
-
-
 def weights_of(model: Any, ranks: Ranks) -> dict[str, str]:
     """Return the SHA-256 of a base model's weights on rank 0, by a name for them and their type."""
     own = parameter_hash(model.named_parameters()) if ranks.is_main else ""
@@ -196,20 +157,35 @@ def weights_of(model: Any, ranks: Ranks) -> dict[str, str]:
 
 
 def refuse_other_origin(
-    state: Mapping[str, Any], made_of: Mapping[str, str], name: str, override: bool
+    state: Mapping[str, Any],
+    made_of: Mapping[str, str],
+    name: str,
+    override: bool,
+    about: Mapping[str, Any] | None = None,
 ) -> list[str]:
     """Raise UserError if a run is not made of what its checkpoint `name` was made of.
 
-    With `override`, return a note instead. What the checkpoint does not name may be anything.
+    The facts `about` the domains count, too. With `override`, return a note instead. What the
+    checkpoint does not name may be anything.
     """
-    saved = state.get("made_of", {})
-    changed = [what for what, found in made_of.items() if saved.get(what, found) != found]
+    saved = {**_by_domain(state.get("about")), **state.get("made_of", {})}
+    now = {**_by_domain(about), **made_of}
+    changed = [what for what, found in now.items() if saved.get(what, found) != found]
     if not changed:
         return []
     if override:
         return [f"warning: overridden: {name} was made with other {', '.join(changed)}"]
     remedy = "put back what was there, or start a new run; --override goes on all the same"
     raise UserError(f"made_of: {name} was made with other {', '.join(changed)}; {remedy}")
+
+
+def _by_domain(about: Mapping[str, Mapping[str, Any]] | None) -> dict[str, Any]:
+    """Return the facts about domains, such as {"commit of airline": "3f2a"}."""
+    return {
+        f"{fact} of {domain}": value
+        for domain, facts in (about or {}).items()
+        for fact, value in facts.items()
+    }
 
 
 def refuse_other_stages(
@@ -275,21 +251,19 @@ def base_of_adapters(model: Any, settings: ModelSettings, checkpointer: Checkpoi
 def folder_of_reference(
     checkpointer: Checkpointer, stages: Sequence[Stage], per_stage: bool
 ) -> Path | None:
-    """Return the checkpoint of the reference model; None if the original model is the reference."""
+    """Return the checkpoint of the reference model; None if the original model is the reference.
+
+    It is the end of the last stage with `per_stage`, else of the last supervised training.
+    """
     finished = [stage for stage in stages if checkpointer.state.evaluated(stage.name)]
     if per_stage and finished:
-        name = f"stage-{len(finished)}-{finished[-1].name}"
-        return _whole(checkpointer.folder / name)
-    return _supervised(checkpointer)
-
-
-def _supervised(checkpointer: Checkpointer) -> Path | None:
-    """Return the checkpoint of the last supervised training before GRPO, or None without one."""
-    paths = [checkpointer.folder / name for name in ("rft", "warm-start")]
-    return next((_whole(path) for path in paths if path.is_dir()), None)
-
-
-def _whole(path: Path) -> Path:
+        path = checkpointer.folder / f"stage-{len(finished)}-{finished[-1].name}"
+    else:
+        paths = [checkpointer.folder / name for name in ("rft", "warm-start")]
+        supervised = [path for path in paths if path.is_dir()]
+        if not supervised:
+            return None
+        path = supervised[0]
     if why := problem(path):
         needed = f"{path.name}, which the run needs, is damaged ({why})"
         raise UserError(f"resume_from_checkpoint: {needed}; restore it, or start anew")

@@ -1,32 +1,45 @@
-"""Chooses, checks and locks the folder of a run, and finds the checkpoint to resume."""
+"""Chooses, checks and locks the folder of a run; orders, checks and removes its checkpoints.
+
+Each checkpoint has a manifest with the number of the checkpoint in the run, and the size and
+SHA-256 of each file. A save writes the manifest last, so a folder without a manifest is no
+checkpoint.
+"""
 
 import errno
 import fcntl
+import hashlib
 import json
 import os
 import shutil
 import time
+from collections.abc import Container, Mapping
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 import yaml
 
-from pipeline.checkpoints.manifest import newest_first, problem, put_aside
 from pipeline.config.recipe import SETTINGS, dump
 from pipeline.config.settings import Config
 from pipeline.errors import UserError
-from pipeline.files.durable import write_text
+from pipeline.files.durable import sync, write_text
 from pipeline.files.layout import RUN_SETTINGS, run_of_checkpoint
 from pipeline.models.files import problem_of_name
 
 # Settings that a resumed run may change, because no result depends on them.
-HARMLESS = {"trust_remote_code", "call_timeout", "max_error_rate", "max_skipped_steps"}
-HARMLESS |= {"shard_optimizer", "max_sampling_logp_difference", "rollout_timeout", "tau2"}
-HARMLESS |= {"customer_url", "customer_key", "max_customer_calls", "max_customer_tokens"}
-HARMLESS |= {"start_report_tasks", *(name for _, name in SETTINGS if "agent_" in name)}
-HARMLESS |= {name for section, name in SETTINGS if section in ("run", "tracking")}
-HARMLESS -= {"seed", "deterministic"}
+HARMLESS = {
+    *("trust_remote_code", "call_timeout", "max_error_rate", "max_skipped_steps"),
+    *("shard_optimizer", "max_sampling_logp_difference", "rollout_timeout", "tau2"),
+    *("customer_url", "customer_key", "max_customer_calls", "max_customer_tokens"),
+    "start_report_tasks",
+    *(name for _, name in SETTINGS if "agent_" in name),
+    *(name for section, name in SETTINGS if section in ("run", "tracking")),
+} - {"seed", "deterministic"}
 FORMAT = 1  # version of a checkpoint's format, which changes with any field or setting in it
+
+MANIFEST = "manifest.json"
+ASIDE = ".aside-"  # prefix of the name of a checkpoint that a resumed run does not use
+WRITING = ".writing-"  # prefix of the name of an unfinished checkpoint
+PREVIOUS = ".previous"  # suffix of the name of a checkpoint that a save replaces
 
 FULL = (errno.ENOSPC, errno.EDQUOT)  # error numbers of a full disk and of a full quota
 
@@ -63,8 +76,7 @@ def restarted(config: Config) -> Config:
     is_restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
     if not is_restart or config.run.resume_from_checkpoint is not None:
         return config
-    run = config.run.model_copy(update={"resume_from_checkpoint": "auto"})
-    return config.model_copy(update={"run": run})
+    return config.changed("run", resume_from_checkpoint="auto")
 
 
 def take_model_of_run(config: Config) -> tuple[Config, list[str]]:
@@ -84,8 +96,7 @@ def take_model_of_run(config: Config) -> tuple[Config, list[str]]:
         remedy = "resume the run up to its first checkpoint, or give another model"
         raise UserError(f"model: got {name!r}, a run without a whole checkpoint ({why}); {remedy}")
     notes.append(f"model: {path}, the latest checkpoint of its run")
-    model = config.model.model_copy(update={"model": str(path)})
-    return config.model_copy(update={"model": model}), notes
+    return config.changed("model", model=str(path)), notes
 
 
 def check_folder(config: Config) -> None:
@@ -132,19 +143,18 @@ def _candidates(folder: Path, name: str) -> list[Path]:
     checkpoints = newest_first(folder / "checkpoints")
     if name == "auto" or (name == "latest" and checkpoints):
         return checkpoints
+    if name == "latest":
+        why = f"{folder} holds no checkpoint; check --output-dir, or leave the flag out"
+        raise UserError(f"resume_from_checkpoint: {why} to start anew")
     inside = folder / "checkpoints" / name
     path = inside if inside.is_dir() else Path(name)
+    if path.is_dir() and path.resolve().parent == (folder / "checkpoints").resolve():
+        return [path]
     known = ", ".join(sorted(path.name for path in checkpoints)) or "none"
-    why = f"got {name!r}; checkpoints here: {known}"
-    if name == "latest":
-        why = (
-            f"{folder} holds no checkpoint; check --output-dir, or leave the flag out to start anew"
-        )
-    elif path.is_dir():
-        if path.resolve().parent == (folder / "checkpoints").resolve():
-            return [path]
-        why = f"got {name!r}, which is no checkpoint of {folder}; for a new run, give it as --model"
-    raise UserError(f"resume_from_checkpoint: {why}")
+    raise UserError(
+        f"resume_from_checkpoint: got {name!r}, which is no checkpoint of {folder}; checkpoints "
+        f"here: {known}; for a new run from it, give it as --model"
+    )
 
 
 def find_checkpoint(folder: Path, name: str) -> tuple[Path | None, list[str]]:
@@ -213,8 +223,7 @@ def begin(opened: Opened, config: Config, step: int, evaluated: set[str]) -> Non
     folder = opened.folder
     put_aside(folder / "checkpoints", opened.checkpoint)
     drop_newer(folder, step, evaluated)
-    now = {"output_dir": folder, "resume_from_checkpoint": None, "override": False}
-    kept = config.model_copy(update={"run": config.run.model_copy(update=now)})
+    kept = config.changed("run", output_dir=folder, resume_from_checkpoint=None, override=False)
     write_text(folder / RUN_SETTINGS, dump(kept))
 
 
@@ -244,3 +253,97 @@ def refuse_changes(config: Config, old: dict[str, Any], name: str) -> list[str]:
         return [f"overridden since {name}: {', '.join(changes)}"]
     why = f"{name} was made with other settings ({', '.join(changes)})"
     raise UserError(f"resume_from_checkpoint: {why}; resume with its settings, or add --override")
+
+
+def write_manifest(folder: Path, number: int) -> None:
+    """Write the manifest of a folder's files. Later checkpoints of a run have a larger `number`."""
+    files = {
+        path.relative_to(folder).as_posix(): {
+            "size": path.stat().st_size,
+            "sha256": hash_of(path),
+        }
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
+    manifest = {"number": number, "files": files}
+    text = json.dumps({**manifest, "sha256": _digest(manifest)}, indent=1)
+    (folder / MANIFEST).write_text(text, encoding="utf-8")
+
+
+def _digest(manifest: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(manifest).encode()).hexdigest()
+
+
+def hash_of(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def problem(folder: Path) -> str | None:
+    """Return a text about the first damaged, linked or unknown file of a checkpoint, or None."""
+    if (manifest := read_manifest(folder)) is None:
+        exists = (folder / MANIFEST).is_file()
+        return f"{MANIFEST} is damaged" if exists else f"it has no {MANIFEST}"
+    if folder.is_symlink():
+        return "it is a link"
+    for path in sorted(folder.rglob("*")):
+        name = path.relative_to(folder).as_posix()
+        if path.is_symlink():
+            return f"{name} is a link"
+        # A library might load a file that the manifest does not list.
+        is_loaded = path.is_file() and path.suffix.lower() != ".md" and path.name[0] != "."
+        if is_loaded and name not in (MANIFEST, *manifest["files"]):
+            return f"{name} is not in its {MANIFEST}"
+    for name, written in manifest["files"].items():
+        if not (folder / name).is_file():
+            return f"{name} is missing"
+        if hash_of(folder / name) != written["sha256"]:
+            return f"{name} is not what was written (its SHA-256 differs)"
+    return None
+
+
+def read_manifest(folder: Path) -> dict[str, Any] | None:
+    """Return the manifest of a checkpoint; None if the manifest is missing or damaged."""
+    try:
+        manifest: dict[str, Any] = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+        digest = manifest.pop("sha256")
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        return None
+    return manifest if digest == _digest(manifest) else None
+
+
+def number_of(folder: Path) -> int:
+    """Return the number of a checkpoint in the run; -1 if the manifest cannot be read."""
+    manifest = read_manifest(folder)
+    return -1 if manifest is None else int(manifest["number"])
+
+
+def newest_first(folder: Path) -> list[Path]:
+    """Return a folder's checkpoints: damaged ones, then the others from newest to oldest."""
+    numbers = {path: number_of(path) for path in folder.glob("[!.]*") if path.is_dir()}
+    return sorted(numbers, key=lambda p: (numbers[p] < 0, numbers[p], p.name), reverse=True)
+
+
+def put_aside(folder: Path, kept: Path | None) -> None:
+    """Rename checkpoints newer than `kept` (None: all checkpoints), so that no run uses them."""
+    last = -1 if kept is None else number_of(kept)
+    for path in newest_first(folder):
+        if not 0 <= number_of(path) <= last:
+            aside = path.with_name(f"{ASIDE}{path.name}")
+            shutil.rmtree(aside, ignore_errors=True)
+            path.rename(aside)
+    if folder.is_dir():
+        sync(folder)
+
+
+def prune(folder: Path, limit: int, kept: Container[str | None]) -> None:
+    """Remove old checkpoints, and checkpoints whose names mark them as unused.
+
+    Of the checkpoints with names `step-...`, keep the newest `limit` and the names in `kept`.
+    """
+    useless = [path for path in newest_first(folder) if path.name.startswith("step-")][limit:]
+    for pattern in (f"{ASIDE}*", f"{WRITING}*", f"*{PREVIOUS}"):
+        useless += folder.glob(pattern)
+    for path in useless:
+        if path.name not in kept:
+            shutil.rmtree(path, ignore_errors=True)

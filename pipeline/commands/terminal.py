@@ -21,8 +21,8 @@ from pipeline.errors import UserError
 from pipeline.export.checkpoint import RunCheckpoint
 from pipeline.files.console import styled
 from pipeline.files.untrusted import printable, shown
+from pipeline.models.layers import fix_rotary
 from pipeline.models.loading import load_folder, load_tokenizer, on_gpu, uses_bf16
-from pipeline.models.rotary import fix_rotary
 from pipeline.preflight.prepare import long_prompts, needs_of
 from pipeline.preflight.tasks import task_sets
 from pipeline.rollout.rewards import load_reward_functions

@@ -334,6 +334,11 @@ class Config(Section):
     run: RunSettings = RunSettings()
     tracking: TrackingSettings = TrackingSettings()
 
+    def changed(self, section: str, **values: Any) -> "Config":
+        """Return the settings with other values in a section."""
+        part = getattr(self, section).model_copy(update=values)
+        return self.model_copy(update={section: part})
+
     @property
     def stage_names(self) -> list[str]:
         """The names of the stages, such as `airline`, `airline-2`, `airline-easy` or `mixed`."""

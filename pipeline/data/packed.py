@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlparse
 
-from pipeline.distributed.rehearsal import rehearse
+from pipeline.distributed.children import rehearse
 from pipeline.errors import UserError
 from pipeline.files.untrusted import read_file, reason_of, shown
 

@@ -1,14 +1,15 @@
-"""The start of the ranks of a run: `--num-gpus N` means N ranks in total, on all machines.
+"""The start of the ranks of a run: `--num-gpus N` means N ranks in total, on all nodes.
 
 `accelerate launch` or `torchrun` may start the ranks. If no launcher has started the ranks,
-`pipeline/run.py` starts N ranks through Accelerate; on each of several machines, those of the
-machine, if torchrun's variables PET_NNODES, PET_NODE_RANK, PET_MASTER_ADDR and PET_MASTER_PORT say
+`pipeline/run.py` starts N ranks by the code of torchrun; on each of several nodes, those of the
+node, if torchrun's variables PET_NNODES, PET_NODE_RANK, PET_MASTER_ADDR and PET_MASTER_PORT say
 which it is. Without a GPU, or with ACCELERATE_USE_CPU=true, the ranks run on CPU.
 """
 
 import logging
 import os
 import signal
+import socket
 import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -22,11 +23,6 @@ from pipeline.files.layout import shipped
 RUN = Path(__file__).resolve().parents[1] / "run.py"
 CONFIGS = shipped("accelerate_configs")
 
-# Environment variables that a launcher sets for one rank, and that `start_ranks` removes.
-# Accelerate's value of KMP_AFFINITY would bind every rank to the same cores.
-OF_ONE_RANK = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK"}
-OF_ONE_RANK |= {"GROUP_WORLD_SIZE", "ROLE_NAME", "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
-OF_ONE_RANK |= {"KMP_AFFINITY"}
 STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 SHUTDOWN_TIMEOUT_S = 20  # time from SIGTERM to SIGKILL; many schedulers send SIGKILL after 30 s
 
@@ -36,7 +32,7 @@ class World(NamedTuple):
     rank: int
     device_type: Literal["cpu", "cuda"]
     num_launched: int  # number of processes that a launcher has started: 1 or num_ranks
-    num_machines: int = 1  # on which `start_ranks` is called
+    num_nodes: int = 1  # on which `start_ranks` is called
 
 
 def resolve(num_gpus: int | None) -> World:
@@ -51,22 +47,19 @@ def resolve(num_gpus: int | None) -> World:
             f"--num-gpus: got {num_ranks}, but {num_launched} ranks were launched; "
             f"give --num-gpus {num_launched}, or start them with: {_with_ranks(num_ranks)}"
         )
-    if num_launched == 1:
-        _refuse_lost_processes(num_gpus)
-    num_machines = _num_machines(num_ranks) if num_launched == 1 else 1
+    num_nodes = _num_nodes(num_ranks) if num_launched == 1 else 1
     on_cpu = os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes", "on")
     num_visible = 0 if on_cpu else visible_gpus()
-    num_here = _integer("LOCAL_WORLD_SIZE", 1)
-    if num_launched == 1:
-        num_here = num_ranks // num_machines
+    is_launched = num_launched > 1
+    num_here = _integer("LOCAL_WORLD_SIZE", 1) if is_launched else num_ranks // num_nodes
     if 1 <= num_visible < num_here:
         gpus = "1 GPU is" if num_visible == 1 else f"{num_visible} GPUs are"
         raise UserError(
-            f"--num-gpus: got {num_here} ranks for this machine, but {gpus} visible; "
+            f"--num-gpus: got {num_here} ranks for this node, but {gpus} visible; "
             f"use: {_with_ranks(num_visible)}, or set ACCELERATE_USE_CPU=true for ranks on CPU"
         )
-    rank = _integer("RANK", 0) if num_launched > 1 else 0
-    return World(num_ranks, rank, "cuda" if num_visible else "cpu", num_launched, num_machines)
+    rank = _integer("RANK", 0) if is_launched else 0
+    return World(num_ranks, rank, "cuda" if num_visible else "cpu", num_launched, num_nodes)
 
 
 def visible_gpus() -> int:
@@ -87,35 +80,40 @@ def use_device(world: World) -> None:
 def start_ranks(
     world: World, argv: list[str], entry: Path | None = None, timeout_s: float = 600.0
 ) -> int:
-    """Start this machine's ranks with the arguments `argv`; returns the exit code of the run.
+    """Start this node's ranks with the arguments `argv`; returns the exit code of the run.
 
     Every rank runs the script `entry` (default: `pipeline/run.py`). The function changes the
     environment and the signal handlers of this process, and returns when all ranks have ended.
-    Raises UserError or RunError if the machines do not meet within `timeout_s` seconds.
+    Raises UserError or RunError if the nodes do not meet within `timeout_s` seconds.
     """
     with importing():
         import psutil
-        from accelerate.commands.launch import launch_command, launch_command_parser
         from torch.distributed.elastic.multiprocessing.api import SignalException
         from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+        from torch.distributed.run import parse_args, run
 
-        from pipeline.distributed.meeting import named
+        from pipeline.distributed.connecting import named
 
     with TemporaryDirectory(prefix="ranks-") as log_dir:
         _set_environment(world, log_dir)
-        arguments = [*_of_machines(world, timeout_s), "--log_dir", log_dir]
-        arguments += ["--num_processes", str(world.num_ranks), str(entry or RUN), *argv]
+        # A signal that `nohup` or the shell's `&` ignores must stay ignored in the launcher.
+        handled = [stop.name for stop in STOPS if signal.getsignal(stop) is not signal.SIG_IGN]
+        arguments = ["--signals-to-handle", ",".join(handled)]
+        arguments += ["--nproc-per-node", str(world.num_ranks // world.num_nodes)]
+        arguments += ["--log-dir", log_dir, "--rdzv-conf", f"timeout={round(timeout_s)}"]
+        if world.num_nodes == 1:  # else the PET_ variables name address and port
+            arguments += ["--master-addr", "127.0.0.1", "--master-port", str(_free_port())]
         logging.disable(logging.ERROR)  # the ranks have already printed their errors
         try:
-            launch_command(launch_command_parser().parse_args(arguments))
+            run(parse_args([*arguments, str(entry or RUN), *argv]))
         except ChildFailedError as error:
             return _exit_code(*error.get_first_failure())
         except SignalException:
             for stop in STOPS:  # a second Ctrl-C must not interrupt the code below
                 signal.signal(stop, signal.SIG_IGN)
             return _code_of_ranks(log_dir)
-        except (ConnectionError, RuntimeError) as error:
-            raise named(error, timeout_s, "machine") or error from None
+        except RuntimeError as error:
+            raise named(error, "node") or error from None
         finally:
             logging.disable(logging.NOTSET)
             # If a signal comes while ranks are starting, the launcher leaves some ranks running.
@@ -125,22 +123,14 @@ def start_ranks(
     return 0
 
 
-def _of_machines(world: World, timeout_s: float) -> list[str]:
-    """Return the arguments of `accelerate launch` that tell it the machines."""
-    if world.num_machines == 1:
-        return ["--config_file", f"{CONFIGS}/multi_gpu.yaml"]
-    told = {
-        "num_machines": world.num_machines,
-        "machine_rank": _integer("PET_NODE_RANK", 0),
-        "main_process_ip": os.environ["PET_MASTER_ADDR"],
-        "main_process_port": _integer("PET_MASTER_PORT", 29500),
-        "rdzv_conf": f"timeout={round(timeout_s)}",
-    }
-    words = [word for name, value in told.items() for word in (f"--{name}", str(value))]
-    return ["--config_file", f"{CONFIGS}/multi_node.yaml", *words]
+def _free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port: int = free.getsockname()[1]
+    return port
 
 
-def _num_machines(num_ranks: int) -> int:
+def _num_nodes(num_ranks: int) -> int:
     number = _integer("PET_NNODES", 1)
     if number == 1:
         return 1
@@ -150,13 +140,13 @@ def _num_machines(num_ranks: int) -> int:
     if num_ranks % number:
         raise UserError(
             f"--num-gpus: got {num_ranks}, but PET_NNODES is {number}; "
-            f"give the number of ranks of all machines, a multiple of {number}"
+            f"give the number of ranks of all nodes, a multiple of {number}"
         )
     return number
 
 
 def _code_of_ranks(log_dir: str) -> int:
-    """Return the exit code that the first rank of this machine wrote (`run.leave`), else 1."""
+    """Return the exit code that the first rank of this node wrote (`run.leave`), else 1."""
     for file in sorted(Path(log_dir).glob("rank-*")):
         return int(file.read_text(encoding="utf-8") or 1)
     print("interrupted; what was saved before stands", file=sys.stderr, flush=True)
@@ -179,18 +169,6 @@ def _num_launched() -> int:
     return size
 
 
-def _refuse_lost_processes(num_gpus: int | None) -> None:
-    by_accelerate = "ACCELERATE_DYNAMO_BACKEND" in os.environ and "WORLD_SIZE" not in os.environ
-    address = os.environ.get("MASTER_ADDR", "127.0.0.1")
-    starts_ranks = num_gpus is not None and address in ("127.0.0.1", "localhost")
-    if by_accelerate and "MASTER_PORT" in os.environ and num_gpus != 1 and not starts_ranks:
-        raise UserError(
-            "accelerate launch was asked for several processes and started one, unconnected to "
-            f"{address} (it does so with --cpu and with MULTI_CPU); add --num-gpus N on one "
-            f"machine, or launch on every one with: --config_file {CONFIGS}/multi_node.yaml"
-        )
-
-
 def _integer(name: str, default: int) -> int:
     text = os.environ.get(name, "")
     try:
@@ -201,19 +179,14 @@ def _integer(name: str, default: int) -> int:
 
 def _set_environment(world: World, log_dir: str) -> None:
     environ = os.environ
-    for name in list(environ):
-        if name in OF_ONE_RANK or name.startswith("TORCHELASTIC_"):
-            del environ[name]
+    environ.pop("KMP_AFFINITY", None)  # Accelerate's value would bind every rank to the same cores
     environ[STARTED_BY_US] = log_dir
     environ.setdefault(SHUTDOWN_TIMEOUT, str(SHUTDOWN_TIMEOUT_S))
-    # A signal that `nohup` or the shell's `&` ignores must stay ignored in the launcher.
-    handled = [stop.name for stop in STOPS if signal.getsignal(stop) is not signal.SIG_IGN]
-    environ.setdefault("PET_SIGNALS_TO_HANDLE", ",".join(handled))
     if world.device_type == "cpu":
         environ["ACCELERATE_USE_CPU"] = "true"
         num_cores = len(os.sched_getaffinity(0))
         environ.setdefault(
-            "OMP_NUM_THREADS", str(max(1, num_cores * world.num_machines // world.num_ranks))
+            "OMP_NUM_THREADS", str(max(1, num_cores * world.num_nodes // world.num_ranks))
         )
         # The ranks share the cores, so a waiting thread must not keep a core busy.
         environ.setdefault("OMP_WAIT_POLICY", "passive")

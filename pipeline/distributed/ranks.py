@@ -1,6 +1,6 @@
-"""The collectives of a run, except the all-reduce of gradients.
+"""The collectives of a run: `Ranks`, sums of gradients, and optimizer state shared out over ranks.
 
-The collectives in this file use gloo instead of NCCL, because gloo obeys timeouts and takes no GPU
+The collectives of `Ranks` use gloo instead of NCCL, because gloo obeys timeouts and takes no GPU
 memory. With one rank, no collective communicates.
 """
 
@@ -17,8 +17,11 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import record_function
 from torch.utils.weak import WeakIdKeyDictionary
+
+from pipeline.distributed.connecting import store_of_ranks
 
 Item = TypeVar("Item")
 FOREVER = timedelta(days=30)
@@ -53,7 +56,7 @@ class Ranks:
         self._group: Any = None
         if num_ranks > 1:
             self._group = dist.new_group(backend="gloo", timeout=self._timeout)
-            self._store: Any = dist.distributed_c10d._get_default_store()  # private API of torch
+            self._store = self.connect_to_store()
         self._num_agreements = 0
         self.agreement = "agreement 0"  # `agreement` is a key of the store
         self.stop_wanted = False  # set by the watchdog; the next `agree` then stops all ranks
@@ -67,11 +70,12 @@ class Ranks:
         self.on_phase: Callable[[], None] = lambda: None  # called when a phase begins
 
     def remove_timeouts(self) -> None:
-        """Remove process groups' timeouts, which also count the time of a suspended process."""
+        """Remove the timeouts of process groups: a rank may wait for one that works for long."""
         self._timeout = FOREVER
         if self._group is not None:
-            for group in (self._group, None):  # None is the default process group
-                dist.distributed_c10d._set_pg_timeout(FOREVER, group)  # private API of torch 2.13
+            groups: list[Any] = [self._group, dist.group.WORLD]
+            for group in groups:
+                group.set_timeout(FOREVER)
 
     def shard(self, count: int) -> range:
         """Return the indices of this rank's share of `count` items."""
@@ -120,7 +124,7 @@ class Ranks:
 
     def connect_to_store(self) -> Any:
         """Return another connection to the key-value store, for use while a collective hangs."""
-        return dist.HashStore() if self._group is None else self._store.clone()
+        return dist.HashStore() if self._group is None else store_of_ranks(self._timeout)
 
     def is_first(self, name: str) -> bool:
         """Return True on the first rank that asks for `name`, without waiting for other ranks."""
@@ -252,3 +256,71 @@ def parameter_hash(
                 known[parameter] = parameter._version, own
         digest.update(name.encode() + own)
     return digest.hexdigest()
+
+
+class GradientAllReduce(nn.Module):
+    """A module whose backward pass adds zeros to all gradients, and so starts DDP's all-reduce.
+
+    The backward passes that compute the gradients run earlier and do not communicate. A rank that
+    runs out of memory can therefore repeat its own backward passes without the other ranks.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self) -> torch.Tensor:
+        trained = [p for p in self.module.parameters() if p.requires_grad]
+        return torch.stack([_ZeroGradient.apply(p) for p in trained]).sum()
+
+
+class _ZeroGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(context: Any, parameter: torch.Tensor) -> torch.Tensor:
+        context.like = parameter.detach()
+        return parameter.new_zeros(())
+
+    @staticmethod
+    def backward(context: Any, gradient: torch.Tensor) -> torch.Tensor:
+        like: torch.Tensor = context.like
+        return like.new_zeros(()).expand(like.shape)  # an expanded tensor takes almost no memory
+
+
+def sum_gradients(module: Any) -> Any:
+    """Make DDP sum gradients over the ranks instead of averaging gradients; returns the module.
+
+    The loss is already divided by the number of tokens of all ranks, so no average is needed.
+    """
+    if isinstance(module, DistributedDataParallel):
+        module.register_comm_hook(None, add_up)
+    return module
+
+
+def add_up(_: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """Start the all-reduce of the gradients in DDP's `bucket`; returns a future of the sums."""
+    work = dist.all_reduce(bucket.buffer(), async_op=True)
+    assert work is not None
+    sums: torch.futures.Future[torch.Tensor] = work.get_future().then(lambda d: d.value()[0])
+    return sums
+
+
+def sharded_adamw(parameters: Iterable[Any], **settings: Any) -> torch.optim.Optimizer:
+    """AdamW with moments sharded over the ranks (ZeRO stage 1, arXiv 1910.02054, section 5.1)."""
+    if not dist.is_initialized():
+        return torch.optim.AdamW(parameters, **settings)
+    from torch.distributed.optim import ZeroRedundancyOptimizer  # the import takes a second
+
+    return ZeroRedundancyOptimizer(parameters, optimizer_class=torch.optim.AdamW, **settings)
+
+
+def consolidated_state_dict(optimizer: torch.optim.Optimizer, rank: int) -> dict[str, Any] | None:
+    """Return the whole optimizer state on rank 0, else None; every rank must call the function."""
+    if hasattr(optimizer, "consolidate_state_dict"):
+        optimizer.consolidate_state_dict(to=0)
+    return optimizer.state_dict() if rank == 0 else None
+
+
+def sum_over_ranks(tensor: torch.Tensor) -> torch.Tensor:
+    """Sum the tensor over the ranks in place, by NCCL on GPU and gloo on CPU."""
+    dist.all_reduce(tensor)
+    return tensor

@@ -1,17 +1,14 @@
 """The watchdog: a thread on each rank that handles signals and finds the rank at fault.
 
-Each rank posts a heartbeat (its state) to the ranks' key-value store twice a second, and reads the
-heartbeats of its machine and of one rank of the machine before once a second. So a rank makes 4
-requests per second, whatever the number of ranks. A rank that fails, or finds a rank that hangs or
-has ended, posts a fault. The first fault is printed, and every rank ends with exit code 1. A rank
-that is stuck outside Python posts no heartbeats, so another rank posts the fault. If all ranks are
-stuck outside Python, or the store does not answer, the sentinels end the ranks.
+Twice a second, each rank posts a heartbeat (its state) to the ranks' key-value store, and reads the
+heartbeats of all ranks. A rank that fails, or finds a rank that hangs or has ended, posts a fault.
+The first fault is printed, and every rank ends with exit code 1. A rank that is stuck outside
+Python posts no heartbeats, so another rank posts the fault. If all ranks are stuck outside Python,
+or the store does not answer, the sentinels end the ranks.
 """
 
 import faulthandler
-import itertools
 import json
-import math
 import os
 import platform
 import select
@@ -29,19 +26,18 @@ from typing import IO, Any, Self
 import psutil
 
 from pipeline.distributed import sentinel
-from pipeline.distributed.forks import STOPS, call_in_children
+from pipeline.distributed.children import STOPS, call_in_children
 from pipeline.distributed.ranks import CollectiveError, Interrupted, Ranks
 from pipeline.errors import INTERRUPTED, LOST_CONNECTION, RunError, UserError
 from pipeline.files.untrusted import printable
 
 # Seconds in which a repeated signal is ignored, because terminal and launcher both send SIGINT.
 SAME_SIGNAL_S = 2.0
-# After PATIENCE_S without a new heartbeat, a rank counts as silent. A rank reads the heartbeats of
-# all ranks for LOOK_S before it names a rank that does not come to a collective.
+# After PATIENCE_S without a new heartbeat, a rank counts as silent. A rank whose collective fails
+# looks for the reason for LOOK_S.
 PATIENCE_S = 3.0
 LOOK_S = 5.0
-# After a pause longer than SUSPENDED_S and timeout / 10, the watchdog assumes a suspended run.
-SUSPENDED_S = 3.0
+TICK_S = 0.5  # seconds between two heartbeats
 GRACE_S = 5.0  # seconds from a fault to the forced end of a rank
 WHERE_TORCH_WAITS = ("/torch/distributed/", "/torch/autograd/", "/torch/nn/parallel/")
 
@@ -90,14 +86,10 @@ class Watchdog:
         self.not_for_children: list[IO[str]] = []
         self._store = ranks.connect_to_store()
         self._own: Heartbeat
-        self._neighbours = neighbours(ranks.rank, ranks.num_ranks)
-        self._others: dict[int, Heartbeat] = {}  # of the ranks that were read last
-        self._known: set[str] = set()  # keys that the store has: a read waits for missing keys
-        # While all ranks wait for a missing rank, rank 0 looks for it first, rank 1 half a second
-        # later, then 2 and 3, then 4 to 7: so few ranks read the heartbeats of all ranks.
-        self._turn_s = sentinel.TICK_S * ranks.rank.bit_length()
+        others = [rank for rank in range(ranks.num_ranks) if rank != ranks.rank]
+        self._keys = ["fault", "stop", *(f"heartbeat {rank}" for rank in others)]
+        self._others: dict[int, Heartbeat] = {}
         self._first = "rank 0"  # and its host, on whose machine the store is
-        self._lost_at = math.inf  # when a collective of this rank lost its connection
         self._fault: dict[str, Any] = {}  # the run's first fault, or empty
         self._fault_at = self._first_signal_at = 0.0
         self._handlers: dict[int, Any] = {}
@@ -115,13 +107,14 @@ class Watchdog:
         self._ranks.remove_timeouts()
         if not faulthandler.is_enabled():
             faulthandler.enable(file=2)  # prints the stacks if the sentinel ends this process
-        self._looked_at = time.monotonic()
         self._post_heartbeat()
         host = json.loads(self._store.get("heartbeat 0"))["host"]  # waits for rank 0
+        for key in self._keys:
+            self._store.compare_set(key, "", "")  # a read waits for missing keys
         self._first = f"rank 0 on {host} ({os.environ.get('MASTER_ADDR', 'this machine')})"
-        ticks = [str(round((self._timeout_s + s) / sentinel.TICK_S)) for s in (GRACE_S, 0)]
-        command = [sys.executable, "-I", "-S", sentinel.__file__, str(os.getpid()), *ticks]
-        command += [str(self._own), self._first]
+        timeout_s = str(self._timeout_s + GRACE_S)
+        arguments = [str(os.getpid()), timeout_s, str(self._own), self._first]
+        command = [sys.executable, "-I", "-S", sentinel.__file__, *arguments]
         self._sentinel: Any = subprocess.Popen(
             command, bufsize=0, stdin=subprocess.PIPE, stdout=2, start_new_session=True
         )
@@ -166,8 +159,8 @@ class Watchdog:
             kind = "stop" if self.can_resume else "stop before the first checkpoint"
             raise ToldElsewhere(kind) from error
         if lost:  # another rank may find the reason
-            self._lost_at = time.monotonic()
-            while not self._fault and time.monotonic() < self._lost_at + LOOK_S + self._turn_s:
+            until = time.monotonic() + LOOK_S
+            while not self._fault and time.monotonic() < until:
                 time.sleep(0.1)
         if not self._fault and lost:
             with suppress(RuntimeError):  # the key-value store may have ended
@@ -195,16 +188,17 @@ class Watchdog:
         return fault
 
     def _watch(self) -> None:
-        for tick in itertools.count():
-            self._tell_sentinel(b".")
-            ready, _, _ = select.select([self._signals], [], [], sentinel.TICK_S)
+        while True:
+            with suppress(OSError):  # the sentinel may have been killed
+                self._sentinel.stdin.write(b".")
+            ready, _, _ = select.select([self._signals], [], [], TICK_S)
             received = self._signals.recv(64) if ready else b""
             if 0 in received:  # `__exit__` sends a 0
                 return
             if numbers := [number for number in received if number in STOPS]:
                 self._handle_signal(numbers[0])
             try:
-                self._exchange_heartbeats(tick)
+                self._exchange_heartbeats()
                 if not self._fault:
                     self._look()
             except RuntimeError as error:  # the key-value store ended with the launcher
@@ -232,42 +226,18 @@ class Watchdog:
                 text = "the run stops in good order; a second signal ends it at once"
                 print(f"{signal.Signals(number).name}: {text}", file=sys.stderr, flush=True)
 
-    def _exchange_heartbeats(self, tick: int = 0) -> None:
-        """Post a heartbeat; if `tick` is even, read the heartbeats of others and the faults."""
+    def _exchange_heartbeats(self) -> None:
+        """Post a heartbeat, and read the heartbeats of the other ranks and the faults."""
         self._post_heartbeat()
-        if tick % 2:
-            return
-        looks = self._own.waits_for and self._late_s > -LOOK_S
-        looks = looks or time.monotonic() > self._lost_at + self._turn_s
-        others = {*range(self._ranks.num_ranks)} - {self._ranks.rank} if looks else self._neighbours
-        keys = ["fault", "stop", *(f"heartbeat {rank}" for rank in sorted(others))]
-        self._tell_sentinel(b"?")
-        for key in keys:
-            if key not in self._known:
-                self._store.compare_set(key, "", "")
-        self._known.update(keys)
-        fault, stop, *texts = self._store.multi_get(keys)
-        beats = {}
+        fault, stop, *texts = self._store.multi_get(self._keys)
         for fields in map(json.loads, filter(None, texts)):
             last = self._others.get(fields["rank"])
             if last is None or last.posted_at != fields["posted_at"]:
-                last = Heartbeat(**fields | {"seen_at": time.monotonic()})
-            beats[last.rank] = last
-        self._others = beats
+                self._others[fields["rank"]] = Heartbeat(**fields | {"seen_at": time.monotonic()})
         if fault and not self._fault:
             self._fault = json.loads(fault)
             self._fault_at = time.monotonic()
         self._ranks.stop_wanted |= bool(stop)
-
-    @property
-    def _late_s(self) -> float:
-        """Seconds since the deadline of this rank's progress, or since its turn while it waits."""
-        turn_s = self._turn_s if self._own.waits_for else 0.0
-        return self._own.idle_s - self._timeout_s - turn_s
-
-    def _tell_sentinel(self, state: bytes) -> None:
-        with suppress(OSError):  # the sentinel may have been killed
-            self._sentinel.stdin.write(state)
 
     def _post_heartbeat(self, left: bool = False) -> None:
         ranks = self._ranks
@@ -286,21 +256,12 @@ class Watchdog:
             self._store.set(f"heartbeat {ranks.rank}", json.dumps(asdict(self._own)))
 
     def _look(self) -> None:
-        now = time.monotonic()
-        gap_s = now - self._looked_at
-        self._looked_at = now
-        if gap_s > max(SUSPENDED_S, self._timeout_s / 10):
-            # Other ranks may have been suspended, too, so the timeouts of all ranks start again.
-            self._ranks.alive()
-            for beat in self._others.values():
-                beat.seen_at = now
-            return
         self._look_for_ended_ranks()
-        is_late = self._late_s > 0
+        is_late = self._own.idle_s > self._timeout_s
         if is_late and self._own.waits_for:
             self._name_missing_rank(is_deadlock=True)
-        limit_s = self._timeout_s + sentinel.TICK_S
-        late = [b for b in self._others.values() if not b.left and now - b.seen_at > limit_s]
+        last = time.monotonic() - self._timeout_s - TICK_S
+        late = [b for b in self._others.values() if not b.left and b.seen_at < last]
         for beat in [*([self._own] if is_late else []), *late]:
             if not self._fault:
                 text = f"no sign of progress for {beat.silent_s:.0f} s"
@@ -320,9 +281,8 @@ class Watchdog:
 
     def _name_missing_rank(self, is_deadlock: bool) -> None:
         self._look_for_ended_ranks()
-        now = time.monotonic()
         beats = list(self._others.values())
-        silent = [beat for beat in beats if now - beat.seen_at > PATIENCE_S]
+        silent = [beat for beat in beats if time.monotonic() - beat.seen_at > PATIENCE_S]
         working = [beat for beat in beats if not beat.waits_for]
         missing = silent or working or (beats if is_deadlock else [])
         if self._fault or not missing:
@@ -346,17 +306,6 @@ class Watchdog:
             self._store.compare_set(self._ranks.agreement, "", "fault")
         if hangs or time.monotonic() - self._fault_at > GRACE_S:
             leave_at_once(1)
-
-
-def neighbours(rank: int, num_ranks: int) -> set[int]:
-    """Return the other ranks of this machine and one of the machine before, in a circle.
-
-    Without LOCAL_RANK and LOCAL_WORLD_SIZE, each rank counts as a machine.
-    """
-    size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    first = rank - int(os.environ.get("LOCAL_RANK", "0"))
-    near = {*range(first, first + size), (rank - size) % num_ranks}
-    return {other for other in near if 0 <= other < num_ranks and other != rank}
 
 
 def _main_frame() -> Any:

@@ -18,8 +18,7 @@ from accelerate import Accelerator
 
 from pipeline.checkpoints.resume import sees_folder_of_rank_0
 from pipeline.config.settings import Config
-from pipeline.distributed.gradients import sum_over_ranks
-from pipeline.distributed.ranks import Interrupted, Ranks
+from pipeline.distributed.ranks import Interrupted, Ranks, sum_over_ranks
 from pipeline.distributed.watchdog import ToldElsewhere, Watchdog
 from pipeline.errors import RunError, UserError
 from pipeline.files.untrusted import reason_of

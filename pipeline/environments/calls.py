@@ -23,7 +23,7 @@ from contextlib import contextmanager, nullcontext, suppress
 from importlib import import_module
 from typing import Any, Protocol, TypeVar
 
-from pipeline.distributed.forks import end_child
+from pipeline.distributed.children import end_child
 from pipeline.environments.faults import (
     CallTimeout,
     EnvironmentFault,

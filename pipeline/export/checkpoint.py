@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pipeline.checkpoints.manifest import newest_first, problem
-from pipeline.checkpoints.run_folder import find_checkpoint, read_state
+from pipeline.checkpoints.run_folder import find_checkpoint, newest_first, problem, read_state
 from pipeline.config.recipe import load_recipe
 from pipeline.config.settings import Config
 from pipeline.errors import UserError

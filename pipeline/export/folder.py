@@ -9,7 +9,7 @@ from tempfile import TemporaryDirectory
 
 from huggingface_hub import HfApi
 
-from pipeline.checkpoints.manifest import read_manifest
+from pipeline.checkpoints.run_folder import read_manifest
 from pipeline.config.settings import Config
 from pipeline.errors import RunError, UserError
 from pipeline.export.card import example_of, model_card

@@ -21,7 +21,7 @@ from pipeline.grpo.micro_batches import make_micro_batches
 from pipeline.grpo.token_logprobs import TokenLogprobs
 from pipeline.models.loading import dtype_of
 from pipeline.models.lora import base_model
-from pipeline.models.weights import has_adapters, trained_weights
+from pipeline.models.sampling_copy import has_adapters, trained_weights
 from pipeline.rollout.generate_sampler import GenerateSampler
 from pipeline.rollout.sampler import Sampler
 from pipeline.rollout.sequences import logprobs_of

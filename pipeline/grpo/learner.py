@@ -26,10 +26,9 @@ from pipeline.grpo.micro_batches import micro_batch
 from pipeline.grpo.token_logprobs import TokenLogprobs
 from pipeline.grpo.updater import Reference, Updater
 from pipeline.models import lora
-from pipeline.models.capabilities import recompute_layers
+from pipeline.models.layers import fix_rotary, recompute_layers
 from pipeline.models.loading import dtype_of
-from pipeline.models.rotary import fix_rotary
-from pipeline.models.weights import has_adapters, trained_weights
+from pipeline.models.sampling_copy import has_adapters, trained_weights
 from pipeline.rollout.rollout import Rollout, SamplerPolicy
 from pipeline.rollout.sampler import Sampler
 from pipeline.rollout.trajectory import Trajectory

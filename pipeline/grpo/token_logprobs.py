@@ -11,8 +11,8 @@ from torch import nn
 
 from pipeline.grpo.micro_batches import MicroBatch
 from pipeline.grpo.prefix_tree import NO_MASK, follow_prefixes
-from pipeline.models.ops import keep_less, logits_of, weight_of_logits
-from pipeline.models.weights import has_adapters
+from pipeline.models.layers import keep_less, logits_of, weight_of_logits
+from pipeline.models.sampling_copy import has_adapters
 
 # Maximum number of logits that are in memory at the same time: 883 rows of Qwen's vocabulary. Fewer
 # rows leave a GPU idle, and a CPU converts the weights to float32 for each chunk.

@@ -13,8 +13,7 @@ import torch
 from torch.func import functional_call
 
 from pipeline.config.settings import Config
-from pipeline.distributed.gradients import GradientAllReduce, sharded_adamw, sum_gradients
-from pipeline.distributed.ranks import Ranks
+from pipeline.distributed.ranks import GradientAllReduce, Ranks, sharded_adamw, sum_gradients
 from pipeline.grpo.algorithm import MAXIMA, SUMS, TokenStats, grpo_loss, token_weights
 from pipeline.grpo.faults import find_suspects, smaller_budget
 from pipeline.grpo.micro_batches import (
@@ -26,9 +25,9 @@ from pipeline.grpo.micro_batches import (
     rearranged,
 )
 from pipeline.grpo.token_logprobs import TokenLogprobs
-from pipeline.models import allocation
-from pipeline.models.budget import cost_of_a_pair, memory_of_rank, token_budget
+from pipeline.models import rank_memory
 from pipeline.models.lora import base_model
+from pipeline.models.rank_memory import cost_of_a_pair, memory_of_rank, token_budget
 from pipeline.rollout.trajectory import Trajectory
 
 Computed = tuple[MicroBatch, TokenStats]
@@ -105,7 +104,7 @@ class Updater:
         self._first_budget = token_budget(config, base_model(module.model), memory_of_rank())
         self.max_tokens_per_microbatch = self._first_budget
         self._pair = cost_of_a_pair(base_model(module.model))
-        allocation.keep_freed_memory(module)
+        rank_memory.keep_freed_memory(module)
         self.num_skipped = self.num_skipped_in_a_row = 0  # numbers of skipped optimizer steps
         self.faults_folder: Path | None = None  # folder for micro-batches of skipped steps
         self._skipped_step: int | None = None
@@ -242,7 +241,7 @@ class Updater:
                 for batch in takewhile(lambda _: not self._leaves_out(), batches):
                     stats.append(self._backward_one(batch, num_tokens))
             except (RuntimeError, MemoryError) as error:
-                if not allocation.is_out_of_memory(error):
+                if not rank_memory.is_out_of_memory(error):
                     raise
                 self.max_tokens_per_microbatch = smaller_budget(
                     self.max_tokens_per_microbatch, batches, len(stats), self.ranks.rank
@@ -253,7 +252,7 @@ class Updater:
                 return list(zip(batches, stats, strict=False))
             # Inside `except`, less memory could be freed: the exception keeps activations alive.
             self._zero_gradients()
-            allocation.give_memory_back()
+            rank_memory.give_memory_back()
 
     def _backward_one(self, batch: MicroBatch, num_tokens: float) -> TokenStats:
         self.ranks.alive()

@@ -1,16 +1,12 @@
-"""Functions that check whether a model can be sampled and trained, and that find a model's layers.
+"""Functions that check whether and how a model can be sampled.
 
 The row sampler (`rollout/row_sampler.py`) is the pipeline's own sampler.
 """
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
-from torch.utils.checkpoint import checkpoint
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 from pipeline.chat.template import Chat
 from pipeline.errors import UserError
@@ -89,14 +85,6 @@ def padding_is_harmless(model: Any) -> bool:
     return torch.allclose(alone, beside, rtol=0, atol=rounding * float(alone.std()))
 
 
-def outer_layers(model: nn.Module) -> list[nn.Module]:
-    """Return a model's outermost blocks (GradientCheckpointingLayer) in forward order."""
-    layers: list[nn.Module] = []
-    for child in model.children():
-        layers += [child] if isinstance(child, GradientCheckpointingLayer) else outer_layers(child)
-    return list(dict.fromkeys(layers))  # A model may contain the same layer object twice.
-
-
 def widest(shape: Any, name: str) -> int:
     """Return the largest value of the attribute `name` in any layer; 0 if no layer has `name`."""
     differ = name in (getattr(shape, "per_layer_attributes", None) or ())
@@ -108,23 +96,6 @@ def attention_size(shape: Any) -> int:
     """Return heads times head size; if layers differ, those of the largest attention."""
     heads = widest(shape, "num_attention_heads")
     return heads * (widest(shape, "head_dim") or shape.hidden_size // max(1, heads))
-
-
-def recompute_layers(model: Any) -> None:
-    """Make the backward pass recompute each layer from the layer's saved inputs.
-
-    Recomputing changes no bit of the gradients. Gradient checkpointing by the library transformers
-    would need training mode, which turns on dropout and router noise. Raises UserError if
-    `outer_layers` finds no layer.
-    """
-    layers = outer_layers(model)
-    if not layers:
-        raise UserError(
-            f"gradient_checkpointing: got true, but {type(model).__name__} has no layers that can "
-            "be computed again; set it false"
-        )
-    for layer in (layer for layer in layers if not isinstance(layer.forward, partial)):
-        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
 
 
 def other_stops(model: Any, chat: Chat) -> list[int]:

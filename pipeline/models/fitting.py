@@ -4,7 +4,6 @@ A learning rate that suits half a million weights ruins a pretrained model withi
 """
 
 import math
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -61,45 +60,32 @@ def fitted(config: Config) -> tuple[Config, list[str]]:
     num_weights = 0 if toy else int(empty_model(config).num_parameters())
     rates, what = suitable_rates(config, num_weights)
     lines = list[str]()
-    model = config.model
-    if model.mixed_precision == "auto" and not toy and not on_gpu() and cpu_multiplies_bf16():
-        model = model.model_copy(update={"mixed_precision": "bf16"})
+    is_open = config.model.mixed_precision == "auto"
+    if is_open and not toy and not on_gpu() and cpu_multiplies_bf16():
+        config = config.changed("model", mixed_precision="bf16")
         lines.append("precision: bf16, which this CPU multiplies; --mixed-precision no is fp32")
-    settings = {
-        "learning_rate": (config.grpo.learning_rate, rates.grpo, config.grpo.use_grpo),
-        "warm_start.learning_rate": (
-            config.warm_start.learning_rate,
-            rates.warm_start,
-            config.grpo.use_grpo and config.warm_start.steps > 0,
-        ),
-        "rft_learning_rate": (
-            config.rft.rft_learning_rate,
-            rates.rft,
-            config.grpo.use_grpo and config.rft.rft_rounds > 0,
-        ),
-    }
-    lines += _lines(settings, what)
-    grpo, warm_start, rft = (given or suits for given, suits, _ in settings.values())
-    update = {
-        "model": model,
-        "grpo": config.grpo.model_copy(update={"learning_rate": grpo}),
-        "warm_start": config.warm_start.model_copy(update={"learning_rate": warm_start}),
-        "rft": config.rft.model_copy(update={"rft_learning_rate": rft}),
-    }
-    return config.model_copy(update=update), lines
-
-
-def _lines(settings: dict[str, tuple[float | None, float, bool]], what: str) -> Iterator[str]:
-    used = {name: (given, suits) for name, (given, suits, is_used) in settings.items() if is_used}
-    for name, (given, suits) in used.items():
+    trains = config.grpo.use_grpo
+    warms_up = trains and config.warm_start.steps > 0
+    tunes = trains and config.rft.rft_rounds > 0
+    settings = (
+        ("learning_rate", "grpo", rates.grpo, trains),
+        ("warm_start.learning_rate", "warm_start", rates.warm_start, warms_up),
+        ("rft_learning_rate", "rft", rates.rft, tunes),
+    )
+    warnings = list[str]()
+    for label, section, suits, is_used in settings:
+        name = label.removeprefix("warm_start.")
+        given = getattr(getattr(config, section), name)
+        config = config.changed(section, **{name: given or suits})
         source = f"suits {what}" if given is None else "given by the recipe or a flag"
-        yield f"{name}: {given or suits:g} ({source})"
-    for name, (given, suits) in used.items():
-        if given is not None and given > FAR * suits:
-            yield (
-                f"warning: {name} {given:g} is {given / suits:,.0f} times what suits {what} "
+        if is_used:
+            lines.append(f"{label}: {given or suits:g} ({source})")
+        if is_used and given is not None and given > FAR * suits:
+            warnings.append(
+                f"warning: {label} {given:g} is {given / suits:,.0f} times what suits {what} "
                 f"({suits:g}); a policy may break within a few steps"
             )
+    return config, lines + warnings
 
 
 def cpu_multiplies_bf16() -> bool:

@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, cached_file
 
 from pipeline.config.settings import Config, ModelSettings
-from pipeline.distributed.rehearsal import rehearse
+from pipeline.distributed.children import rehearse
 from pipeline.environments.domains import Domain
 from pipeline.errors import UserError
 from pipeline.files.hub import hub_reachable

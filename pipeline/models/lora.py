@@ -24,7 +24,7 @@ from transformers.pytorch_utils import Conv1D
 from transformers.utils import logging
 
 from pipeline.config.settings import ModelSettings
-from pipeline.distributed.rehearsal import rehearse
+from pipeline.distributed.children import rehearse
 from pipeline.errors import UserError
 from pipeline.files.layout import ADAPTER_CONFIG
 from pipeline.files.untrusted import printable, reason_of

@@ -14,8 +14,9 @@ from pipeline.config.settings import Config
 from pipeline.errors import UserError
 from pipeline.files.untrusted import printable
 from pipeline.models import lora
-from pipeline.models.capabilities import recompute_layers, why_generate
+from pipeline.models.capabilities import why_generate
 from pipeline.models.fitting import fitted
+from pipeline.models.layers import recompute_layers
 from pipeline.models.loading import SHAPES, empty_model, load_folder, refuse_other_vocabulary
 from pipeline.preflight.memory import GIB, Memory, memory_of_a_rank
 from pipeline.preflight.prepare import Prepared, prepare

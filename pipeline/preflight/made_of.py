@@ -12,7 +12,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from pipeline.checkpoints.manifest import hash_of
+from pipeline.checkpoints.run_folder import hash_of
 from pipeline.config.settings import Config
 from pipeline.data.tasks import HELD_OUT, MODULE, Task
 from pipeline.preflight.tasks import TaskSets

@@ -13,9 +13,9 @@ import torch
 from pipeline.config.settings import SINGLE_TURN, Config
 from pipeline.grpo.token_logprobs import LOGITS_PER_CHUNK
 from pipeline.models import lora
-from pipeline.models.budget import bytes_per_token, memory_of_rank, token_budget
 from pipeline.models.capabilities import widest
 from pipeline.models.loading import dtype_of, empty_model, on_gpu, uses_bf16
+from pipeline.models.rank_memory import bytes_per_token, memory_of_rank, token_budget
 
 GIB = 1 << 30
 ELSEWHERE = 80e9  # bytes of a GPU, for a recipe for another machine

@@ -9,8 +9,7 @@ from typing import Any
 
 from pipeline.chat.fitting import Needs
 from pipeline.chat.template import Chat
-from pipeline.checkpoints.manifest import problem
-from pipeline.checkpoints.run_folder import resumable
+from pipeline.checkpoints.run_folder import problem, resumable
 from pipeline.config.settings import Config, ModelSettings
 from pipeline.customers import check_scenarios
 from pipeline.data.curriculum import Stage, make_stages

@@ -16,7 +16,7 @@ from pipeline.environments.calls import TICK_S, Calls, run
 from pipeline.environments.customers import reply_of
 from pipeline.environments.faults import FaultLog
 from pipeline.environments.tools import Judge
-from pipeline.models.allocation import give_memory_back, is_out_of_memory
+from pipeline.models.rank_memory import give_memory_back, is_out_of_memory
 from pipeline.rollout.episode import Episode, Reply, Shared, Watch
 from pipeline.rollout.episode import RolloutRequest as RolloutRequest
 from pipeline.rollout.rewards import Completion, RewardFunctions

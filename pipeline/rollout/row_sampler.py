@@ -21,8 +21,8 @@ from torch import nn
 from transformers import AttentionInterface
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from pipeline.models.allocation import LARGE, empty_caches
 from pipeline.models.capabilities import widest
+from pipeline.models.rank_memory import LARGE, empty_caches
 from pipeline.rollout.sequences import Ids, ModelSampler, passes, shared_prefixes, streams_of
 from pipeline.rollout.trajectory import Sampled
 

@@ -11,7 +11,7 @@ from pipeline.config.settings import RolloutSettings
 from pipeline.files.untrusted import shown
 from pipeline.models.capabilities import other_stops, why_generate
 from pipeline.models.lora import base_model
-from pipeline.models.weights import Weights
+from pipeline.models.sampling_copy import Weights
 from pipeline.rollout.generate_sampler import GenerateSampler
 from pipeline.rollout.row_sampler import RowSampler
 from pipeline.rollout.trajectory import Sampled

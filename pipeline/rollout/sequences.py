@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from pipeline.data.rng import uniforms
-from pipeline.models.weights import SamplingCopy, Weights
+from pipeline.models.sampling_copy import SamplingCopy, Weights
 from pipeline.rollout.trajectory import Sampled
 
 PASS_TOKENS = 128  # cost of starting a forward pass, as a number of tokens with equal cost

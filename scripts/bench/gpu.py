@@ -148,7 +148,7 @@ class Bench:
 
         from pipeline.grpo.micro_batches import micro_batch
         from pipeline.grpo.token_logprobs import TokenLogprobs
-        from pipeline.models.capabilities import recompute_layers
+        from pipeline.models.layers import recompute_layers
 
         model = self.model().to(self.device)
         count, prompt, length = (8, 1024, 1024) if self.device == "cuda" else (2, 32, 16)

@@ -143,7 +143,7 @@ class Bench:
 
         from pipeline.grpo.micro_batches import make_micro_batches
         from pipeline.grpo.token_logprobs import TokenLogprobs
-        from pipeline.models.ops import weight_of_logits
+        from pipeline.models.layers import weight_of_logits
         from pipeline.rollout.trajectory import Trajectory
 
         prompts, _ = self.texts(turns, size, length)
@@ -179,7 +179,7 @@ class Bench:
         return clock() - begun
 
     def ours(self, prompts: list[list[int]], replies: list[list[int]]) -> None:
-        from pipeline.models.weights import trained_weights
+        from pipeline.models.sampling_copy import trained_weights
 
         self.sampler.load_weights(trained_weights(self.trained))  # clears cached prompts
         episodes = self.sampler.open(prompts, range(len(prompts)))

@@ -22,11 +22,12 @@ from turns import Gate, Work, without_users
 
 from pipeline.checkpoints.transcripts import save_transcripts
 from pipeline.config.cli import parse
-from pipeline.distributed import gradients
+from pipeline.distributed import ranks as collectives
 from pipeline.distributed.watchdog import Watchdog
 from pipeline.grpo.micro_batches import packed
 from pipeline.train import Training, connect
 
+ADD_UP = collectives.add_up
 LARGE = ("gradients", "messages")  # large transfers
 
 
@@ -53,10 +54,10 @@ class Exchange:
         self._times: list[tuple[Any, Any]] = []
         self.bytes = 0
 
-    def __call__(self, bucket: Any) -> Any:
+    def __call__(self, state: Any, bucket: Any) -> Any:
         buffer, begun = bucket.buffer(), self._now()
         self.bytes += buffer.numel() * buffer.element_size()
-        future = gradients.add_up(bucket)
+        future = ADD_UP(state, bucket)
         if not bucket.is_last():
             return future
 
@@ -115,12 +116,9 @@ class Measured(Training):
     gate: Gate
 
     def begin_grpo(self) -> Any:
-        meter = super().begin_grpo()
-        updater = self.learner.updater
-        assert updater is not None
         self.exchange = Exchange(self.work.device)
-        if self.ranks.num_ranks > 1:
-            updater.gradient_all_reduce.add_up = self.exchange
+        collectives.add_up = self.exchange  # which the updater gives to DDP
+        meter = super().begin_grpo()
         self.sampled_s = [0.0]  # cumulative seconds before and after each step of the block
         self.seen, self.before = 0, self.counters()
         return meter
@@ -178,7 +176,7 @@ def transfers(run: Training, work: Share, gate: Gate) -> None:
 
     folder = run.folder / "trajectories" / "measured"
     facts = {
-        "gradient_ms": ms_of(lambda: gradients.sum_over_ranks(gradient)),
+        "gradient_ms": ms_of(lambda: collectives.sum_over_ranks(gradient)),
         "gradient_bytes": gradient.numel() * gradient.element_size(),
         "numbers_ms": ms_of(lambda: run.ranks.sum(numbers)),
         "numbers_bytes": len(numbers) * 8,

@@ -16,7 +16,7 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from pipeline.config.cli import parse
 from pipeline.data.rng import stream_key, uniforms
-from pipeline.models.weights import trained_weights
+from pipeline.models.sampling_copy import trained_weights
 from pipeline.rollout.row_sampler import RowSampler
 from pipeline.rollout.sampler import make_sampler
 from pipeline.rollout.sequences import cumulative

@@ -14,7 +14,7 @@ from transformers import AutoTokenizer
 from pipeline.chat.fitting import Needs
 from pipeline.chat.template import Chat, TokenCache
 from pipeline.chat.text import STUB, Parsed, parse_hermes
-from pipeline.distributed import rehearsal
+from pipeline.distributed import children
 from pipeline.environments.experts import run_expert
 from pipeline.environments.tools import tool_schemas
 from pipeline.errors import UserError
@@ -144,7 +144,7 @@ GREEDY = [
 def test_a_template_that_takes_too_much_is_refused_before_it_is_rendered_here(
     start, said, monkeypatch
 ):
-    monkeypatch.setattr(rehearsal, "MAX_CPU_S", 1.0)
+    monkeypatch.setattr(children, "MAX_CPU_S", 1.0)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     line = refusal(Chat, other_tokenizer(start + CHAT_TEMPLATE))
     says(line, "model: its chat template ", said, "; give another --chat-template")

@@ -17,11 +17,6 @@ FLAGS = ["--output-dir", "run", "--report-to", "none"]
 KEPT = {"python_version": platform.python_version}
 
 
-class Tokenizer:
-    def get_vocab(self) -> dict[str, int]:
-        return {"a": 1}
-
-
 def _opened(folder: str, differing: str) -> str:
     import torch.distributed as dist
 
@@ -33,6 +28,8 @@ def _opened(folder: str, differing: str) -> str:
     os.chdir(folder)
     about = {"airline": {"sha256": has if differing == "about" else "same"}}
     made_of = {"training tasks of airline": has if differing == "tasks" else "same"}
+    words = {has if differing == "tokens" else "same": 1}
+    tokenizer = SimpleNamespace(get_vocab=lambda: words)
     ranks = Ranks(rank, 2, 60)
     config = parse(FLAGS)
     resume.platform = SimpleNamespace(node=lambda: "two" if rank else "one", **KEPT)
@@ -43,7 +40,7 @@ def _opened(folder: str, differing: str) -> str:
         config = parse([*FLAGS, "--learning-rate", "1"])
     try:
         config = resume.share_folder(config, ranks)
-        resume.open_together(config, ranks, Tokenizer(), about, made_of)
+        resume.open_together(config, ranks, tokenizer, about, made_of)
         weights = torch.full((2, 2), float(rank if differing == "model" else 0))
         model = torch.nn.ParameterDict({"weight": weights})
         resume.refuse_other_weights(model, ranks)
@@ -53,40 +50,20 @@ def _opened(folder: str, differing: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("differing", "lines"),
+    ("differing", "line"),
     [
-        ("nothing", ["opened"]),
-        ("about", ["about: rank 1 on two has others than rank 0 on one; give all the same"]),
-        (
-            "tasks",
-            ["training tasks of airline: rank 1 on two has others than rank 0 on one; "],
-        ),
-        ("model", ["model: rank 1 on two has other weights than rank 0 on one; give all the same"]),
-        (
-            "folder",
-            [
-                "output_dir: rank 1 on two cannot see /",
-                "/run of rank 0 on one; name a folder that all machines share",
-            ],
-        ),
-        (
-            "setting",
-            [
-                "learning_rate: rank 1 on two has 1.0, rank 0 on one has 0.0004; start all ranks "
-                "with the same command"
-            ],
-        ),
-        (
-            "versions",
-            [
-                f"versions: rank 1 on two has python {platform.python_version()}, torch ",
-                "code versions of 1, rank 0 on one has ",
-            ],
-        ),
+        ("nothing", "opened"),
+        ("about", "about: rank 1 on two has {'airline': {'sha256': 'about of 1'}}, rank 0 on one"),
+        ("tasks", "training tasks of airline: rank 1 on two has 'tasks of 1', rank 0 on one has "),
+        ("tokens", "tokens: rank 1 on two has '"),
+        ("model", "model: rank 1 on two has '"),
+        ("folder", "output_dir: rank 1 on two has 'no such folder', rank 0 on one has '/"),
+        ("setting", "grpo.learning_rate: rank 1 on two has 1.0, rank 0 on one has 0.0004; start "),
+        ("versions", f"versions: rank 1 on two has 'python {platform.python_version()}, torch "),
     ],
 )
-def test_ranks_that_differ_are_refused_on_every_rank(tmp_path, differing, lines):
+def test_ranks_that_differ_are_refused_on_every_rank(tmp_path, differing, line):
     results = play_ranks(_opened, 2, str(tmp_path), differing)
     assert results[0] == results[1]
-    assert all(line in results[0] for line in lines), results[0]
+    assert results[0].startswith(line)
     assert "\n" not in results[0]

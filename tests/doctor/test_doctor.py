@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from pipeline.config.settings import Config
-from pipeline.distributed import gradients as distributed
+from pipeline.distributed import ranks as distributed
 from pipeline.distributed.watchdog import ToldElsewhere
 from pipeline.doctor import main as doctor
 from pipeline.doctor.main import (

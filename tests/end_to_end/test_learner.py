@@ -22,7 +22,7 @@ from pipeline.grpo.micro_batches import make_micro_batches, micro_batch
 from pipeline.grpo.token_logprobs import TokenLogprobs
 from pipeline.grpo.updater import Reference, Updater
 from pipeline.models import lora
-from pipeline.models.capabilities import recompute_layers
+from pipeline.models.layers import recompute_layers
 from pipeline.models.loading import load_folder
 from pipeline.models.tiny import tiny_model
 from pipeline.run import main as command

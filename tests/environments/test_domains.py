@@ -11,7 +11,7 @@ import torch
 from accelerate import Accelerator
 from datasets import Dataset
 
-from pipeline.checkpoints.manifest import write_manifest
+from pipeline.checkpoints.run_folder import write_manifest
 from pipeline.config.settings import EMBEDDED_DOMAINS, Config, DataSettings
 from pipeline.distributed.ranks import Ranks
 from pipeline.environments import Domain, load_domains

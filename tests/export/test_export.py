@@ -14,8 +14,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from pipeline.checkpoints.checkpoint import save
-from pipeline.checkpoints.manifest import write_manifest
-from pipeline.checkpoints.run_folder import FORMAT
+from pipeline.checkpoints.run_folder import FORMAT, write_manifest
 from pipeline.commands.export import main
 from pipeline.config.cli import parse
 from pipeline.config.recipe import dump, load_recipe

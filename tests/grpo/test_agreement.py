@@ -13,8 +13,8 @@ from pipeline.grpo.agreement import BOUNDS
 from pipeline.grpo.learner import Probe
 from pipeline.grpo.token_logprobs import TokenLogprobs
 from pipeline.models import lora
+from pipeline.models.sampling_copy import trained_weights
 from pipeline.models.tiny import tiny_model
-from pipeline.models.weights import trained_weights
 from pipeline.rollout.generate_sampler import GenerateSampler
 from pipeline.rollout.row_sampler import RowSampler
 from tests.support.helpers import chat, tokenizer

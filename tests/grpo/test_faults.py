@@ -16,8 +16,8 @@ from pipeline.grpo.faults import smaller_budget
 from pipeline.grpo.micro_batches import MicroBatch, micro_batch
 from pipeline.grpo.token_logprobs import TokenLogprobs
 from pipeline.grpo.updater import Reference, Updater
-from pipeline.models.allocation import is_out_of_memory
-from pipeline.models.weights import trained_weights
+from pipeline.models.rank_memory import is_out_of_memory
+from pipeline.models.sampling_copy import trained_weights
 from pipeline.rollout.row_sampler import RowSampler
 from scripts.proofs.grid import in_float64, make_episodes, make_trajectory, small_model
 from scripts.proofs.ranks import play_ranks

@@ -14,7 +14,7 @@ from pipeline.grpo.micro_batches import make_micro_batches
 from pipeline.grpo.prefix_tree import attend, follow_prefixes, shared_row
 from pipeline.grpo.token_logprobs import TokenLogprobs
 from pipeline.models import lora
-from pipeline.models.capabilities import recompute_layers
+from pipeline.models.layers import recompute_layers
 from scripts.proofs.grid import in_float64, make_trajectory, small_model
 
 

@@ -1,34 +1,52 @@
-"""Layers computed again in the backward pass: less memory, and the same loss to the bit."""
+"""Layers of ours: the output layer in bf16, norms and MLPs that keep less, layers that are computed
+again, and rotary factors that depend on length.
+"""
 
-import contextlib
 import copy
-import io
 
 import pytest
 import torch
+import transformers
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
     FalconConfig,
     FalconForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
     GPT2Config,
     GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
     OPTConfig,
     OPTForCausalLM,
 )
 
-from pipeline.config.cli import parse
 from pipeline.config.settings import ModelSettings
 from pipeline.errors import UserError
-from pipeline.grpo.micro_batches import micro_batch
+from pipeline.grpo import token_logprobs
+from pipeline.grpo.micro_batches import make_micro_batches, micro_batch
 from pipeline.grpo.token_logprobs import TokenLogprobs
 from pipeline.grpo.updater import Reference
 from pipeline.models import lora
-from pipeline.models.capabilities import outer_layers, recompute_layers
-from pipeline.models.loading import load_folder
+from pipeline.models.layers import (
+    PART,
+    fix_rotary,
+    keep_less,
+    logits_of,
+    outer_layers,
+    recompute_layers,
+    use_fp32_logits,
+    weight_of_logits,
+)
+from pipeline.rollout.row_sampler import RowSampler
 from scripts.proofs.grid import make_episodes, small_model
-from scripts.proofs.ranks import play_ranks
-from tests.support.helpers import chat, start_unwatched, tokenizer
+from tests.rollout.test_generate_sampler import play, recomputed
+
+# Layers computed again in the backward pass
 
 ROWS, _ = make_episodes(6)
 BATCH = micro_batch([(row, 1.0, 1.0) for row in ROWS], 0)
@@ -121,42 +139,276 @@ def test_layers_are_the_outermost_and_a_model_without_any_is_refused():
         recompute_layers(torch.nn.Linear(2, 2))
 
 
-# In a run
+# The output layer
+
+BF16 = torch.bfloat16
+HIDDEN = torch.randn(3, 7, 32, generator=torch.Generator().manual_seed(0))
 
 
-def in_a_run(folder, model):
-    """What a run with the switch computes for the update and for the reference."""
-    flags = [
-        *("--gradient-checkpointing", "--beta", "0.1", "--warm-start-steps", "0"),
-        *("--model", str(model), "--report-to", "none", "--output-dir", str(folder)),
-        *("--max-tokens", "700", "--max-steps", "1"),
+def head(dtype=torch.float32, bias=False):
+    torch.manual_seed(1)
+    return nn.Linear(32, 50, bias=bias, dtype=dtype)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_logits_are_sums_in_float32_of_products_of_bf16_numbers(bias):
+    layer = head(bias=bias)
+    with torch.autocast("cpu", BF16):
+        weight = weight_of_logits(layer)
+        logits = logits_of(layer, HIDDEN, weight)
+        rounded = layer(HIDDEN)
+    expected = HIDDEN.to(BF16).double() @ layer.weight.to(BF16).double().T
+    expected = expected + layer.bias.double() if bias else expected
+    assert (weight.dtype, logits.dtype, rounded.dtype) == (BF16, torch.float32, BF16)
+    assert float((logits - expected).detach().abs().max()) < 1e-6
+    assert float((rounded - expected).detach().abs().max()) > 1e-3
+    frozen = head(BF16, bias)
+    use_fp32_logits(frozen)  # as in a sampler
+    assert frozen(HIDDEN.to(BF16)).dtype == torch.float32
+
+
+def test_a_wide_layer_is_converted_in_parts_and_leaves_float32_products_as_they_are():
+    torch.manual_seed(0)
+    hidden, precision = torch.randn(5, 64), torch.backends.mkldnn.matmul.fp32_precision
+    for width in (PART - 1, 2 * PART + 3):
+        wide = nn.Linear(64, width, bias=False, dtype=BF16)
+        use_fp32_logits(wide)
+        with LargestTensor() as largest:
+            logits = wide(hidden.to(BF16))
+        expected = hidden.to(BF16).double() @ wide.weight.double().T
+        assert float((logits - expected).detach().abs().max()) < 1e-5
+        assert largest.size <= max(64 * PART, 5 * width)
+    assert torch.backends.mkldnn.matmul.fp32_precision == precision
+    product = hidden @ hidden.T  # would be wrong by 0.1 in bf16
+    assert float((product - hidden.double() @ hidden.double().T).abs().max()) < 1e-4
+
+
+class LargestTensor(TorchDispatchMode):
+    """Notes the largest number of entries of a new float32 tensor."""
+
+    size = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        made = function(*args, **(kwargs or {}))
+        if isinstance(made, torch.Tensor) and made.dtype == torch.float32:
+            self.size = max(self.size, made.numel())
+        return made
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_other_precisions_use_the_layer_as_it_is(dtype):
+    layer = head(dtype)
+    assert weight_of_logits(layer) is None
+    use_fp32_logits(layer)
+    assert "forward" not in vars(layer)
+    assert torch.equal(logits_of(layer, HIDDEN.to(dtype), None), layer(HIDDEN.to(dtype)))
+
+
+def test_gradients_of_chunks_are_summed_in_float32(monkeypatch):
+    model = small_model(vocab_size=40)
+    model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach().clone())
+    module = TokenLogprobs(model, 1.0)
+    rows, _ = make_episodes(40)
+    (batch,) = make_micro_batches([(row, 1.0, 1.0) for row in rows], 10**6, 0)
+    gradients = []
+    for rows_of_a_chunk in (10**6, 3):
+        monkeypatch.setattr(token_logprobs, "LOGITS_PER_CHUNK", rows_of_a_chunk * 40)
+        module.zero_grad()
+        with torch.autocast("cpu", BF16):
+            logprobs, entropy = module(batch)
+        (logprobs + 0.1 * entropy).sum().backward()
+        gradients.append(model.lm_head.weight.grad.double())
+    whole, chunked = gradients
+    assert model.lm_head.weight.grad.dtype == torch.float32
+    assert float((whole - chunked).norm() / whole.norm()) < 1e-6
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("coefficient", [0.0, 0.1])
+def test_values_and_gradients_are_those_of_log_softmax(temperature, coefficient, monkeypatch):
+    """In chunks of several rows of the cache, of which the last keeps its logits."""
+    monkeypatch.setattr(token_logprobs, "LOGITS_PER_CHUNK", 7 * 40)
+    monkeypatch.setattr(token_logprobs, "IN_CACHE", 2 * 40)
+    episodes, _ = make_episodes(6)
+    (batch,) = make_micro_batches([(e, 1.0, 1.0) for e in episodes], 10**6, 0)
+    model = small_model(vocab_size=40).double()
+    rows = model(batch.input_ids).logits[batch.rows, batch.columns] / temperature
+    logprobs = rows.log_softmax(-1)
+    expected = (
+        logprobs.gather(1, batch.targets[:, None])[:, 0],
+        torch.special.entr(logprobs.exp()).sum(1),
+    )
+    found = TokenLogprobs(model, temperature, coefficient > 0)(batch)
+    weights = torch.linspace(-1, 2, len(rows), dtype=torch.float64)
+    gradients = []
+    for one, other in (expected, found):
+        model.zero_grad()
+        (weights * one + coefficient * other).sum().backward()
+        gradients.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
+    for one, other in [*zip(expected, found, strict=True), gradients]:
+        assert torch.allclose(one, other, rtol=1e-12, atol=1e-12)
+
+
+# Norms and MLPs that keep less
+
+IDS = torch.arange(24).view(2, 12) % 15
+SIZES = {"vocab_size": 16, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+SIZES |= {"num_key_value_heads": 2, "intermediate_size": 96}
+
+
+def llama(**fields):
+    torch.manual_seed(0)
+    return LlamaForCausalLM(LlamaConfig(**SIZES, **fields))
+
+
+def gemma():
+    torch.manual_seed(0)
+    return Gemma3ForCausalLM(Gemma3TextConfig(**SIZES, head_dim=8))
+
+
+def outcome_of(model):
+    """The logits, the gradients, and the bytes that autograd keeps beside the weights."""
+    own = {p.untyped_storage()._cdata for p in model.parameters()}
+    kept = dict[int, torch.Tensor]()
+
+    def keep(tensor):
+        if tensor.untyped_storage()._cdata not in own:
+            kept[tensor.untyped_storage()._cdata] = tensor
+        return tensor
+
+    with saved_tensors_hooks(keep, lambda tensor: tensor):
+        logits = model(IDS).logits
+    logits.log_softmax(-1)[..., 3].sum().backward()
+    gradients = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+    return logits, gradients, sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
+
+
+@pytest.mark.parametrize("make", [small_model, llama])
+def test_outputs_have_equal_bits_and_gradients_are_equal_up_to_rounding(make):
+    plain, less = make(), make()
+    keep_less(less)
+    assert type(less).__name__ == type(plain).__name__
+    (logits, gradients, size), (others, found, smaller) = outcome_of(plain), outcome_of(less)
+    assert torch.equal(logits, others)
+    assert float((gradients - found).norm() / gradients.norm()) < 1e-5
+    assert smaller < 0.85 * size
+
+
+def test_frozen_norms_have_no_gradient():
+    model = llama()
+    keep_less(model)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("norm" not in name)
+    outcome_of(model)
+    assert all((p.grad is None) == ("norm" in n) for n, p in model.named_parameters())
+
+
+def test_in_bf16_and_without_gradients_modules_compute_as_before():
+    plain, less = llama().bfloat16(), llama().bfloat16()
+    keep_less(less)
+    norms = [
+        model.model.norm(torch.ones(3, 32, dtype=torch.bfloat16) / 3) for model in (plain, less)
     ]
-    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-        run = start_unwatched(parse(flags))
-        run.begin_grpo()
-        updater = run.learner.updater
-    calls = []
-    for layer in outer_layers(run.learner.model):
-        layer.mlp.register_forward_pre_hook(lambda *_: calls.append(torch.is_grad_enabled()))
-    state = torch.get_rng_state()
-    logprobs = updater.module(BATCH)[0]
-    logprobs.sum().backward()
-    reference = updater.reference.logprobs(BATCH)
-    draws = not torch.equal(torch.get_rng_state(), state)
-    return logprobs.tolist(), reference.tolist(), draws, calls
-
-
-def test_the_switch_for_less_memory_turns_no_dropout_on(tmp_path):
-    chat()
-    gpt2(len(tokenizer())).save_pretrained(tmp_path / "model")
-    tokenizer().save_pretrained(tmp_path / "model")
-    (found,) = play_ranks(in_a_run, 1, tmp_path / "run", tmp_path / "model")
-    assert isinstance(found, tuple), found
-    logprobs, reference, draws, calls = found
-    plain = TokenLogprobs(load_folder(tmp_path / "model", ModelSettings()), 1.0).eval()
+    assert torch.equal(*norms) and norms[0].grad_fn.name() == norms[1].grad_fn.name()
+    (logits, gradients, _), (others, found, _) = outcome_of(plain), outcome_of(less)
+    assert torch.equal(logits, others)
+    assert torch.equal(gradients, found)  # those of the MLP have equal bits
     with torch.no_grad():
-        expected = plain(BATCH)[0].tolist()
-    assert logprobs == pytest.approx(expected, abs=1e-6)
-    assert reference == pytest.approx(expected, abs=1e-6)
-    assert not draws
-    assert calls == [True] * 4 + [False] * 2, "two layers forward and again, then the reference"
+        assert torch.equal(plain(IDS).logits, less(IDS).logits)
+
+
+@pytest.mark.parametrize("make", [gemma, lambda: llama(hidden_act="gelu")], ids=["gemma", "gelu"])
+def test_other_norms_and_activations_stay_as_they_are(make):
+    plain, less = make(), make()
+    keep_less(less)
+    (logits, gradients, _), (others, found, _) = outcome_of(plain), outcome_of(less)
+    assert torch.equal(logits, others)
+    assert torch.allclose(gradients, found, rtol=1e-4, atol=1e-5)
+
+
+def test_a_copy_has_weights_of_its_own():
+    model = small_model()
+    keep_less(model)
+    keep_less(model)
+    before, other = model(IDS).logits.detach(), copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    assert torch.equal(other(IDS).logits, before)
+
+
+# Rotary factors
+
+BORDER = 24  # tokens; the conversations that `play` makes have up to 88
+LONGROPE = {
+    **{"max_position_embeddings": 256, "original_max_position_embeddings": BORDER},
+    "rope_parameters": {
+        **{"rope_type": "longrope", "rope_theta": 10000.0, "factor": 8.0},
+        **{"long_factor": [4.0] * 4, "short_factor": [1.0] * 4},
+        "original_max_position_embeddings": BORDER,
+    },
+}
+DYNAMIC = {
+    "max_position_embeddings": BORDER,
+    "rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0},
+}
+
+
+def model_of(kind, **settings):
+    config = getattr(transformers, f"{kind}Config")(
+        **{"vocab_size": 32, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2},
+        **{"num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.3},
+        **{"bos_token_id": None, "eos_token_id": None, "pad_token_id": None},
+        **settings,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return getattr(transformers, f"{kind}ForCausalLM")(config).eval()
+
+
+def gap_of(model, numbers):
+    """The largest difference in nats of conversations that are sampled beside each other."""
+    sampler = RowSampler(model, 0, 1.0, torch.float32)
+    ours, theirs = recomputed(model, play(sampler, numbers))
+    return float((ours - theirs).abs().max())
+
+
+@pytest.mark.parametrize("kind", ["Phi3", "Llama"])
+@pytest.mark.parametrize("settings", [LONGROPE, DYNAMIC], ids=["longrope", "dynamic"])
+@pytest.mark.parametrize("max_tokens", [BORDER - 8, 96])
+def test_what_is_sampled_is_what_is_trained_on_both_sides_of_the_border(kind, settings, max_tokens):
+    if kind == "Phi3" and settings is DYNAMIC:
+        pytest.skip("Phi-3 knows longrope alone")
+    model = model_of(kind, **settings)
+    assert gap_of(model, range(8)) > 1  # the fault, in nats
+    fix_rotary(model, max_tokens)
+    assert gap_of(model, range(8)) < 5e-5
+
+
+@pytest.mark.parametrize("settings", [LONGROPE, DYNAMIC], ids=["longrope", "dynamic"])
+def test_the_factors_are_those_of_the_longest_episode(settings):
+    ids = torch.arange(1, 31)[None]
+    model = model_of("Llama", **settings)
+    whole = model(ids).logits  # 30 tokens, beyond the border
+    said = fix_rotary(model, 30)
+    kind = settings["rope_parameters"]["rope_type"]
+    assert said.startswith(f"rotary scaling {kind}: the factors of 30 tokens (max_tokens) hold")
+    torch.testing.assert_close(model(ids).logits, whole, rtol=0, atol=0)
+    short = model(ids[:, :4]).logits
+    torch.testing.assert_close(short, whole[:, :4], rtol=0, atol=1e-5)
+
+
+def test_within_the_border_nothing_changes_and_nothing_is_said():
+    model, ids = model_of("Llama", **LONGROPE), torch.arange(1, 9)[None]
+    before = model(ids).logits
+    assert fix_rotary(model, BORDER) == ""
+    assert torch.equal(model(ids).logits, before)
+    linear = {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}}
+    assert fix_rotary(model_of("Llama", **linear), 9999) == ""
+
+
+def test_a_model_that_decides_by_length_elsewhere_is_refused():
+    scaled = LONGROPE["rope_parameters"] | {"short_mscale": 1.1, "long_mscale": 1.3}
+    settings = LONGROPE | {"rope_parameters": scaled, "num_local_experts": 2}
+    with pytest.raises(UserError, match="PhimoeForCausalLM with rotary scaling longrope, whose"):
+        fix_rotary(model_of("Phimoe", **settings), 30)

@@ -8,12 +8,10 @@ import pytest
 import torch
 from transformers import MistralConfig, MistralForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from pipeline.chat.template import Chat
 from pipeline.checkpoints.resume import load_start
 from pipeline.config.settings import Config, ModelSettings
 from pipeline.data.rng import stream_key, uniforms
 from pipeline.errors import UserError
-from pipeline.grpo import token_logprobs
 from pipeline.grpo.micro_batches import make_micro_batches
 from pipeline.grpo.token_logprobs import TokenLogprobs
 from pipeline.models import loading
@@ -23,7 +21,7 @@ from pipeline.models.tiny import tiny_model
 from pipeline.rollout.row_sampler import RowSampler
 from pipeline.rollout.sequences import cumulative, inverse_cdf
 from scripts.proofs.grid import make_trajectory, small_model
-from tests.support.helpers import chat, tokenizer
+from tests.support.helpers import tokenizer
 
 END = 0  # the end of turn of the small models
 VOCABULARY = 16
@@ -119,9 +117,12 @@ def distribution(model, ids, temperature=1.0) -> np.ndarray:
 # Sampling
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_sampled_logprobs_are_those_that_training_recomputes(temperature):
+@pytest.mark.parametrize(
+    ("attention", "temperature"), [("sdpa", 1.0), ("sdpa", 0.7), ("eager", 1.0)]
+)
+def test_sampled_logprobs_are_those_that_training_recomputes(attention, temperature):
     model = small_model()
+    model.set_attn_implementation(attention)
     conversations = play(sampler_of(model, temperature), range(96))
     lengths = {c.trajectory().num_tokens for c in conversations}
     ours, theirs = recomputed(
@@ -175,32 +176,6 @@ def test_a_draw_on_a_boundary_takes_the_next_possible_token():
     assert inverse_cdf(cumulative(logprobs), draws).tolist() == [1, 1, 3, 3]
 
 
-def test_two_keys_give_two_conversations_and_one_key_the_same_again():
-    sampler = sampler_of(small_model())
-
-    def ids(key):
-        (episode,) = sampler.open([[1, 2, 3]], [key])
-        sampled = sampler.sample([episode], [20])[0].ids
-        sampler.close(episode)
-        return sampled
-
-    assert ids(7) == ids(7)
-    assert ids(7) != ids(8)
-
-
-def test_a_model_with_eager_attention_is_sampled_as_it_is_trained():
-    model = small_model()
-    model.set_attn_implementation("eager")
-    sampler = sampler_of(model)
-    (first, second) = sampler.open([[5, 6, 7], [5, 6, 7, 8, 9]], [1, 2])
-    sampled = sampler.sample([first, second], [6, 6])
-    for prompt, message in zip(([5, 6, 7], [5, 6, 7, 8, 9]), sampled, strict=True):
-        for place, logprob in enumerate(message.logprobs):
-            context = prompt + message.ids[:place]
-            probability = distribution(model, context)[message.ids[place]]
-            assert logprob == pytest.approx(np.log(probability), abs=1e-5)
-
-
 def test_greedy_takes_the_most_likely_token():
     model = small_model()
     sampler = sampler_of(model, temperature=0.7)
@@ -226,60 +201,6 @@ def test_a_message_ends_at_the_end_of_turn_or_at_its_limit():
         assert message.finished == (message.ids[-1] == END)
         assert message.finished or len(message.ids) == limit
     assert {message.finished for message in sampled} == {True, False}
-
-
-def test_some_of_the_open_conversations_can_be_sampled_in_any_order():
-    sampler = sampler_of(small_model())
-    prompts = [[1 + i, 2, 3] for i in range(6)]
-
-    def alone(number):
-        (episode,) = sampler.open([prompts[number]], [number])
-        said = [sampler.sample([episode], [9])[0].ids]
-        sampler.extend(episode, [4, 5])
-        said.append(sampler.sample([episode], [9])[0].ids)
-        sampler.close(episode)
-        return said
-
-    expected = [alone(number) for number in range(6)]
-    episodes = sampler.open(prompts, list(range(6)))
-    said = {}
-    for order in ([5, 2], [0, 4, 3], [1]):
-        sampled = sampler.sample([episodes[i] for i in order], [9] * len(order))
-        said |= {i: [message.ids] for i, message in zip(order, sampled, strict=True)}
-    for episode in episodes:
-        sampler.extend(episode, [4, 5])
-    sampler.close(episodes[1])
-    for order in ([3], [4, 0, 5, 2]):
-        sampled = sampler.sample([episodes[i] for i in order], [9] * len(order))
-        for i, message in zip(order, sampled, strict=True):
-            assert [*said[i], message.ids] == expected[i]
-
-
-def test_equal_prompts_are_computed_once():
-    sampler = sampler_of(small_model())
-    fed = []
-    sampler.model.model.register_forward_pre_hook(
-        lambda module, args, kwargs: fed.append(tuple(kwargs["input_ids"].shape)), with_kwargs=True
-    )
-    episodes = sampler.open([[1, 2, 3, 4]] * 8 + [[5, 6]] * 8, list(range(16)))
-    assert fed == [(2, 3)]  # two different prompts, without their last token
-    shared = [message.ids for message in sampler.sample(episodes, [9] * 16)]
-    for episode in episodes:
-        sampler.close(episode)
-    for number in (0, 7, 8, 15):
-        (episode,) = sampler.open([[1, 2, 3, 4] if number < 8 else [5, 6]], [number])
-        assert sampler.sample([episode], [9])[0].ids == shared[number]
-        sampler.close(episode)
-
-
-def test_a_bf16_sampler_keeps_its_rotary_frequencies_in_fp32():
-    model = small_model()
-    sampler = sampler_of(model, dtype=torch.bfloat16)
-    assert {parameter.dtype for parameter in sampler.model.parameters()} == {torch.bfloat16}
-    assert torch.equal(sampler.model.model.rotary_emb.inv_freq, model.model.rotary_emb.inv_freq)
-    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
-    ours, theirs = recomputed(model, [play(sampler, [1])[0].trajectory()])
-    assert float((ours - theirs).abs().mean()) < 0.1
 
 
 def sliding_qwen3():
@@ -315,65 +236,12 @@ def test_a_window_that_no_episode_exceeds_is_full_attention():
 # Log-probabilities for training
 
 
-def some_trajectories():
-    random = Random(3)
-    return [
-        make_trajectory(
-            [random.randrange(16) for _ in range(random.randint(1, 9))],
-            [random.randrange(16) for _ in range(length)],
-            [1] + [random.randrange(2) for _ in range(length - 1)],
-        )
-        for length in (3, 11, 7, 20, 1)
-    ]
-
-
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_token_logprobs_are_the_log_softmax_of_the_full_logits(temperature):
-    model = small_model(dtype=torch.float64)
-    (batch,) = make_micro_batches([(t, 0.0, 1.0) for t in some_trajectories()], 1000, 9)
-    logprobs, entropy = TokenLogprobs(model, temperature)(batch)
-    full = (model(batch.input_ids).logits / temperature).log_softmax(-1)
-    brute = [
-        full[row, column, target]
-        for row, column, target in zip(batch.rows, batch.columns, batch.targets, strict=True)
-    ]
-    assert torch.allclose(logprobs, torch.stack(brute), rtol=0, atol=1e-12)
-    at = full[batch.rows, batch.columns]
-    assert torch.allclose(entropy, -(at.exp() * at).sum(-1), rtol=0, atol=1e-12)
-
-
 def test_the_selected_tokens_are_the_sampled_ones():
     trajectory = make_trajectory([1, 2, 3], [4, 5, 6, 7], [1, 0, 1, 1])
     (batch,) = make_micro_batches([(trajectory, 0.0, 1.0)], 100, 0)
     assert batch.input_ids.tolist() == [[1, 2, 3, 4, 5, 6, 7]]
     assert batch.targets.tolist() == [4, 6, 7]
     assert batch.columns.tolist() == [2, 4, 5]  # the position before each
-
-
-def test_chunks_change_neither_values_nor_gradients(monkeypatch):
-    (batch,) = make_micro_batches([(t, 0.0, 1.0) for t in some_trajectories()], 1000, 0)
-
-    def values_and_gradients():
-        model = small_model(dtype=torch.float64)
-        logprobs, entropy = TokenLogprobs(model, 1.0)(batch)
-        (logprobs.sum() + 0.1 * entropy.square().sum()).backward()
-        return logprobs, entropy, [parameter.grad for parameter in model.parameters()]
-
-    whole = values_and_gradients()
-    monkeypatch.setattr(token_logprobs, "LOGITS_PER_CHUNK", 3 * VOCABULARY)
-    chunked = values_and_gradients()
-    assert torch.allclose(whole[0], chunked[0], rtol=0, atol=1e-12)
-    assert torch.allclose(whole[1], chunked[1], rtol=0, atol=1e-12)
-    for a, b in zip(whole[2], chunked[2], strict=True):
-        assert torch.allclose(a, b, rtol=1e-10, atol=1e-10)
-
-
-def test_padding_on_the_right_does_not_matter():
-    model, trajectories = small_model(), some_trajectories()
-    together, _ = recomputed(model, trajectories, max_tokens=1000)
-    order = sorted(trajectories, key=lambda trajectory: -trajectory.num_tokens)
-    alone = torch.cat([recomputed(model, [trajectory])[0] for trajectory in order])
-    assert torch.allclose(together, alone, rtol=0, atol=1e-5)
 
 
 # Loading
@@ -400,22 +268,6 @@ def test_weights_are_read_to_the_device_of_the_rank(tmp_path, monkeypatch):
     for device in ("cuda:1", "cpu"):
         load_start(config, None, None, torch.device(device))
     assert asked == ["cuda:1", None]
-
-
-def test_a_folder_can_be_the_model_of_a_recipe(tmp_path):
-    tiny_model(tokenizer(), seed=1).save_pretrained(tmp_path)
-    tokenizer().save_pretrained(tmp_path)
-    settings = ModelSettings(model=str(tmp_path))
-    own_tokenizer = load_tokenizer(settings)
-    own_chat = Chat(own_tokenizer)
-    messages = [{"role": "system", "content": "airline"}, {"role": "user", "content": "cancel K07"}]
-    ids = own_chat.prompt_ids(messages, [])
-    assert ids == chat().prompt_ids(messages, [])
-    sampler = RowSampler(
-        load_model(settings, own_tokenizer, seed=5), own_chat.end_of_turn_id, 1.0, torch.float32
-    )
-    (episode,) = sampler.open([ids], [1])
-    assert 1 <= len(sampler.sample([episode], [5])[0].ids) <= 5
 
 
 @pytest.mark.parametrize(
@@ -452,23 +304,3 @@ def test_the_tiny_model_has_the_attention_that_is_set():
     settings = ModelSettings(attn_implementation="eager")
     assert load_model(settings, tokenizer(), 0).config._attn_implementation == "eager"
     assert load_model(ModelSettings(), tokenizer(), 0).config._attn_implementation == "sdpa"
-
-
-def test_the_tiny_model_depends_on_its_seed_alone():
-    torch.manual_seed(1)
-    first = load_model(ModelSettings(), tokenizer(), seed=1)
-    torch.manual_seed(2)
-    again = load_model(ModelSettings(), tokenizer(), seed=1)
-    other = load_model(ModelSettings(), tokenizer(), seed=2)
-    assert torch.equal(first.lm_head.weight, again.lm_head.weight)
-    assert not torch.equal(first.lm_head.weight, other.lm_head.weight)
-
-
-@pytest.mark.parametrize("what", ["tokenizer", "model"])
-def test_a_folder_without_a_model_is_refused_in_one_line(tmp_path, what):
-    settings = ModelSettings(model=str(tmp_path))
-    with pytest.raises(UserError) as refused:
-        load_tokenizer(settings) if what == "tokenizer" else load_model(settings, None, seed=1)
-    message = str(refused.value)
-    assert "\n" not in message
-    assert message.startswith(f"model: got '{tmp_path}', but its {what} cannot be loaded")

@@ -38,13 +38,13 @@ from pipeline.checkpoints import checkpoint
 from pipeline.checkpoints.checkpoint import TrainState
 from pipeline.checkpoints.run_folder import read_state
 from pipeline.config.settings import ModelSettings
-from pipeline.distributed import rehearsal
+from pipeline.distributed import children
 from pipeline.errors import UserError
 from pipeline.grpo.micro_batches import make_micro_batches
 from pipeline.grpo.token_logprobs import TokenLogprobs
 from pipeline.models import lora
 from pipeline.models.loading import load_folder, load_model
-from pipeline.models.weights import trained_weights
+from pipeline.models.sampling_copy import trained_weights
 from pipeline.rollout.row_sampler import RowSampler
 from scripts.proofs.grid import make_trajectory, small_model
 from tests.support.helpers import tokenizer
@@ -469,7 +469,7 @@ def changed(path, values):
 def test_an_expression_that_takes_exponential_time_is_refused(case, tmp_path, monkeypatch):
     _, path = saved("Qwen3, tied", tmp_path)
     changed(path, EXPRESSIONS[case])
-    monkeypatch.setattr(rehearsal, "MAX_CPU_S", 0.3)
+    monkeypatch.setattr(children, "MAX_CPU_S", 0.3)
     said = refusal(load_folder, path, PLAIN)
     says(said, f"model: {path}: a regular expression in adapter_config.json takes more than")
 

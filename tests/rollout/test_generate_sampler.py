@@ -19,7 +19,7 @@ from pipeline.errors import UserError
 from pipeline.grpo.micro_batches import make_micro_batches
 from pipeline.grpo.token_logprobs import TokenLogprobs
 from pipeline.models import capabilities
-from pipeline.models.weights import trained_weights
+from pipeline.models.sampling_copy import trained_weights
 from pipeline.preflight import check
 from pipeline.rollout import generate_sampler
 from pipeline.rollout.generate_sampler import GenerateSampler

@@ -8,7 +8,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from pipeline.models.weights import trained_weights
+from pipeline.models.sampling_copy import trained_weights
 from pipeline.rollout.row_sampler import RowSampler, attend
 from pipeline.rollout.sequences import passes, shared_prefixes
 from scripts.proofs.grid import small_model

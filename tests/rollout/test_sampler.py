@@ -5,7 +5,7 @@ import inspect
 import pytest
 import torch
 
-from pipeline.models.weights import trained_weights
+from pipeline.models.sampling_copy import trained_weights
 from pipeline.rollout.generate_sampler import GenerateSampler
 from pipeline.rollout.row_sampler import RowSampler
 from pipeline.rollout.sampler import Sampler

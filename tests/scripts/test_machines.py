@@ -51,7 +51,8 @@ def test_machines_whose_link_is_cut_name_each_other_and_end_and_nothing_is_left(
         assert [machines.processes(number) for number in range(2)] == [[], []]
         named = rf"^rank 1 on {machines.names[1]} \(pid \d+\) (hangs in|did not come)"
         assert len(re.findall(named, logs[0].read_text(encoding="utf-8"), re.MULTILINE)) == 1
-        cut_off = rf"rank 0 on {machines.names[0]} \({machines.addresses[0]}\) is down or cut off\n"
+        first = rf"rank 0 on {machines.names[0]} \({machines.addresses[0]}\)"
+        cut_off = f"the node of {first} with the key-value store does not answer\n"
         assert len(re.findall(cut_off, logs[1].read_text(encoding="utf-8"))) == 1
         machines.start(1, ["sleep", "1000"], logs[1])
     assert machines.started[-1].poll() == -9

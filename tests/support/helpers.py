@@ -15,8 +15,8 @@ from pipeline.chat.template import Chat
 from pipeline.config.settings import EMBEDDED_DOMAINS, DataSettings
 from pipeline.data.tasks import Message, Task
 from pipeline.environments import Domain, load_domains
+from pipeline.models.sampling_copy import Weights
 from pipeline.models.tiny import tiny_tokenizer
-from pipeline.models.weights import Weights
 from pipeline.rollout.rollout import Rollout, SamplerPolicy
 from pipeline.rollout.trajectory import Sampled
 

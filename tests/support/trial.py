@@ -8,7 +8,7 @@ from pipeline.distributed.ranks import Ranks
 from pipeline.grpo.agreement import refuse_disagreement
 from pipeline.grpo.token_logprobs import TokenLogprobs
 from pipeline.models import lora
-from pipeline.models.rotary import fix_rotary
+from pipeline.models.layers import fix_rotary
 from pipeline.rollout.sampler import make_sampler
 from tests.support.helpers import chat
 

@@ -16,7 +16,7 @@ from types import SimpleNamespace
 from typing import IO, Any
 
 from pipeline import train
-from pipeline.distributed import forks, launch
+from pipeline.distributed import children, launch
 from scripts.proofs import ranks
 
 END_S = 20  # for the ranks beside one that failed to end by themselves
@@ -169,7 +169,7 @@ def _fork_rank(rank: int, world: launch.World, port: int, words: list[str]) -> i
     os.environ.update({name: str(value) for name, value in own.items()})
     code: Any = 1
     try:
-        forks.end_with_the_parent()
+        children.end_with_the_parent()
         _run_script(words)
         code = 0
     except SystemExit as leaving:

@@ -1,4 +1,4 @@
-"""Operations with backward passes of our own.
+"""Changes of a model's layers, and operations with backward passes of our own.
 
 - The output layer of a model that computes in bf16: logits and the weight's gradient in float32.
   Logits that are rounded to bf16 differ from the exact ones by up to 1/16 at 20 nats, in the
@@ -7,6 +7,8 @@
   operations, an RMS norm keeps its input twice, and SwiGLU (Shazeer 2020, arXiv 2002.05202) keeps
   three tensors of the intermediate size: a quarter of what autograd keeps of a layer. Here, the
   backward pass computes what it needs from the inputs. Outputs have equal bits.
+- Layers that the backward pass computes again (`recompute_layers`).
+- Rotary factors that do not depend on the sequence length (`fix_rotary`).
 
 Letters in shapes: N hidden states, H hidden size, V entries of the vocabulary.
 """
@@ -19,10 +21,15 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.functional import silu
+from torch.utils.checkpoint import checkpoint
 from transformers.activations import SiLUActivation
+from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
+from pipeline.errors import UserError
+
 PART = 4096  # rows or columns that a CPU converts to float32 at once
+FIXED = "fixed"  # a rope_type for which transformers does not change the rotary factors
 
 
 def weight_of_logits(head: nn.Module) -> torch.Tensor | None:
@@ -52,11 +59,7 @@ def logits_of(head: Any, hidden: torch.Tensor, weight_VH: torch.Tensor | None) -
 def use_fp32_logits(head: Any) -> None:
     """Make an output layer in bf16 return logits in float32; it must not be trained."""
     if weight_of_logits(head) is not None:
-        head.forward = partial(_frozen_logits, head)
-
-
-def _frozen_logits(head: Any, hidden: torch.Tensor) -> torch.Tensor:
-    return logits_of(head, hidden, head.weight)
+        head.forward = partial(logits_of, head, weight_VH=head.weight)
 
 
 def _mm(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -193,3 +196,78 @@ class _SwiGLU(torch.autograd.Function):
         gate, up = context.saved_tensors
         of_gate = torch.ops.aten.silu_backward(gradients[0] * up, gate)
         return of_gate, silu(gate).mul_(gradients[0])
+
+
+def outer_layers(model: nn.Module) -> list[nn.Module]:
+    """Return a model's outermost blocks (GradientCheckpointingLayer) in forward order."""
+    layers: list[nn.Module] = []
+    for child in model.children():
+        layers += [child] if isinstance(child, GradientCheckpointingLayer) else outer_layers(child)
+    return list(dict.fromkeys(layers))  # A model may contain the same layer object twice.
+
+
+def recompute_layers(model: Any) -> None:
+    """Make the backward pass recompute each layer from the layer's saved inputs.
+
+    Recomputing changes no bit of the gradients. Gradient checkpointing by the library transformers
+    would need training mode, which turns on dropout and router noise. Raises UserError if
+    `outer_layers` finds no layer.
+    """
+    layers = outer_layers(model)
+    if not layers:
+        raise UserError(
+            f"gradient_checkpointing: got true, but {type(model).__name__} has no layers that can "
+            "be computed again; set it false"
+        )
+    for layer in (layer for layer in layers if not isinstance(layer.forward, partial)):
+        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
+
+
+@torch.no_grad()
+def fix_rotary(model: Any, max_tokens: int) -> str:
+    """Make a model use the rotary factors of `max_tokens` tokens for sequences of every length.
+
+    LongRoPE (Ding et al. 2024, arXiv 2402.13753; Phi-3 and Phi-4-mini) and dynamic NTK scaling
+    change the factors if a sequence is longer than a limit. The library transformers chooses the
+    factors once for each forward pass, so one long sequence changes the log-probabilities of all
+    other sequences in the batch. Every forward pass of a run therefore uses the factors for
+    `max_tokens` tokens, as vLLM does for LongRoPE.
+
+    Returns a note for the user if the factors of short sequences change, else "". Raises UserError
+    if the model's rotary factors cannot be made independent of the sequence's length.
+    """
+    changed = set()
+    for module in model.modules():
+        kinds = getattr(module, "rope_type", None)
+        for layer, kind in (kinds if isinstance(kinds, dict) else {None: kinds}).items():
+            # The condition is copied from `transformers.modeling_rope_utils.dynamic_rope_update`.
+            if not isinstance(kind, str) or not ("dynamic" in kind or kind == "longrope"):
+                continue
+            before = _factors(module, layer, 0, 1)
+            _factors(module, layer, max_tokens - 1)  # The module keeps the factors of this call.
+            module.rope_type = FIXED if layer is None else {**module.rope_type, layer: FIXED}
+            alone = _factors(module, layer, 0, 1)
+            # In padded batches, positions are at most 2 * max_tokens.
+            padded = _factors(module, layer, 0, 1, max_tokens - 1, 2 * max_tokens)
+            if not torch.equal(alone, padded):
+                raise UserError(
+                    f"model: got {type(model).__name__} with rotary scaling {kind}, whose factors "
+                    f"change within max_tokens {max_tokens}, and a run needs one set of them; "
+                    "lower max_tokens, or use another model"
+                )
+            if not torch.equal(alone, before):
+                changed.add(kind)
+    note = (
+        f"rotary scaling {', '.join(sorted(changed))}: the factors of {max_tokens} tokens "
+        "(max_tokens) hold for every length; serve the model with the same maximum length"
+    )
+    return note if changed else ""
+
+
+def _factors(module: Any, layer: str | None, *positions: int) -> torch.Tensor:
+    """Return the factors (cosines and sines, or complex numbers) of the first two `positions`."""
+    device = next(module.buffers()).device
+    options = {} if layer is None else {"layer_type": layer}
+    factors = module(torch.zeros(1, device=device), torch.tensor([positions]).to(device), **options)
+    factors = torch.stack(factors) if isinstance(factors, tuple) else factors
+    return factors[..., :2, :].clone()

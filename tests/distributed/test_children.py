@@ -9,16 +9,16 @@ import time
 import psutil
 import pytest
 
-from pipeline.distributed import rehearsal
-from pipeline.distributed.rehearsal import rehearse
+from pipeline.distributed import children
+from pipeline.distributed.children import rehearse
 from pipeline.errors import UserError
 from tests.support.messages import refusal
 
 
 @pytest.fixture(autouse=True)
 def low_limits(monkeypatch):
-    monkeypatch.setattr(rehearsal, "MAX_CPU_S", 0.2)
-    monkeypatch.setattr(rehearsal, "MAX_BYTES", 64 << 20)
+    monkeypatch.setattr(children, "MAX_CPU_S", 0.2)
+    monkeypatch.setattr(children, "MAX_BYTES", 64 << 20)
 
 
 @pytest.fixture(autouse=True)
@@ -85,5 +85,5 @@ def test_an_interrupted_rehearsal_leaves_no_child(monkeypatch):
 
 def test_a_call_that_only_waits_is_left_to_this_process(monkeypatch):
     """A child has the locks of other threads, and never these threads."""
-    monkeypatch.setattr(rehearsal, "MAX_WAIT_S", 0.05)
+    monkeypatch.setattr(children, "MAX_WAIT_S", 0.05)
     rehearse("its table", lambda: time.sleep(600), "mend it")

@@ -1,6 +1,10 @@
-"""Weights of a sampler in the layouts in which a CPU multiplies them with few rows fastest."""
+"""The copy of a model that samples, and the transfer of trained weights to it.
 
-from collections.abc import Callable
+On a CPU, large layers of the copy multiply weights in a layout that is faster with few rows.
+"""
+
+import copy
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -8,7 +12,10 @@ import torch
 from torch import nn
 from torch.nn.functional import linear
 
-from pipeline.models.ops import bf16_units
+from pipeline.models import lora
+from pipeline.models.layers import bf16_units, use_fp32_logits
+
+Weights = Iterable[tuple[str, torch.Tensor]]
 
 LARGE = 1 << 18  # minimum number of entries of a weight for which another layout pays
 MOST_BYTES = 1 << 31  # maximum number of bytes of weights in another layout
@@ -16,6 +23,93 @@ BLOCK = 512  # entries of the vocabulary whose weights and logits stay in a CPU'
 ROWS = 64  # number of rows that oneDNN lays weights out for
 
 Forward = Callable[[torch.Tensor], torch.Tensor]
+
+
+def trained_weights(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the name and the tensor of each trained weight; tensors are not copied.
+
+    Without LoRA, every parameter is a trained weight; tied parameters appear once. With LoRA, the
+    trained weights are the adapters, with the names in `adapter_model.safetensors`.
+    """
+    adapted = has_adapters(model)
+    for name, tensor in lora.adapters_of(model).items() if adapted else model.named_parameters():
+        yield name, tensor.detach()
+
+
+class SamplingCopy:
+    """A copy of a model for sampling, which shares the memory of all weights of equal dtypes.
+
+    If the original model has no LoRA, `load` replaces every parameter of the attribute `model`. If
+    the original model has LoRA, `model` has layers with adapters like the original; the copy has
+    its own adapters, in float32, and `load` replaces only the adapters.
+    """
+
+    def __init__(self, model: Any) -> None:
+        adapted = has_adapters(model)
+        # Buffers are copied with their dtype, because rotary frequencies need fp32.
+        shared = {
+            id(p): nn.Parameter(p.data, requires_grad=False)
+            for p in model.parameters()
+            if not (adapted and p.requires_grad)
+        }
+        whole = copy.deepcopy(model, shared)
+        self.model: Any = lora.base_model(whole).requires_grad_(False).eval()
+        self._adapters = lora.adapters_of(whole) if adapted else None
+        self._packed: PackedWeights | None = None
+        self._packs = False
+
+    def cast(self, dtype: torch.dtype) -> None:
+        """Convert parameters that are not adapters to `dtype`; `load` then converts new weights."""
+        lora.cast(self.model, dtype)
+        use_fp32_logits(self.model.get_output_embeddings())
+        is_on_cpu = self.model.get_input_embeddings().weight.device.type == "cpu"
+        self._packs = is_on_cpu and packed_bytes(self.model, dtype) > 0
+
+    def pack(self) -> None:
+        """Copy large weights on a CPU so that sampling is faster, until `unpack`."""
+        if self._packs:
+            self._packed = PackedWeights(self.model)
+
+    def unpack(self) -> None:
+        """Free the copies of `pack`."""
+        if self._packed is not None:
+            self._packed.release()
+        self._packed = None
+
+    @torch.no_grad()
+    def load(self, weights: Weights) -> None:
+        """Load trained weights into the copy.
+
+        Raises ValueError if a name is unknown, missing or given twice, or if a shape differs. If
+        `load` raises an error, some weights may already have changed.
+        """
+        self.unpack()
+        own_weights = self._adapters or dict(self.model.named_parameters())
+        for own, tensor in _paired(own_weights, weights):
+            if self._adapters is None and (own.dtype, own.device) == (tensor.dtype, tensor.device):
+                own.data = tensor.detach()
+            else:
+                own.copy_(tensor)
+
+
+def _paired(
+    own: Mapping[str, torch.Tensor], weights: Weights
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    left = dict(own)
+    for name, tensor in weights:
+        if name not in left:
+            problem = "is given twice" if name in own else "is not one of the sampler's"
+            raise ValueError(f"weights: {name} {problem}; give those of the original model")
+        if tensor.shape != left[name].shape:
+            shapes = f"{list(tensor.shape)}, but {list(left[name].shape)} is the sampler's"
+            raise ValueError(f"weights: {name} has the shape {shapes}")
+        yield left.pop(name), tensor
+    if left:
+        raise ValueError(f"weights: {next(iter(left))} is missing")
+
+
+def has_adapters(model: Any) -> bool:
+    return hasattr(model, "peft_config")
 
 
 def large_layers(model: Any) -> list[nn.Linear]:

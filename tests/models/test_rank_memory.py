@@ -1,14 +1,27 @@
-"""How much a micro-batch holds: at 12,000 tokens, a group whose members share what they share."""
+"""Memory: how much a micro-batch holds (at 12,000 tokens, a group), and what a process keeps."""
+
+import platform
+import resource
 
 import pytest
+import torch
 
 from pipeline.config.recipe import load_recipe
 from pipeline.config.settings import Config
 from pipeline.grpo.micro_batches import make_micro_batches
-from pipeline.models.budget import bytes_per_token, cost_of_a_pair, memory_of_rank, token_budget
 from pipeline.models.loading import empty_model
+from pipeline.models.rank_memory import (
+    LARGE,
+    bytes_per_token,
+    cost_of_a_pair,
+    empty_caches,
+    keep_freed_memory,
+    memory_of_rank,
+    token_budget,
+)
 from pipeline.models.tiny import tiny_model
 from scripts.proofs.grid import make_trajectory
+from scripts.proofs.ranks import play_ranks
 from tests.support.helpers import tokenizer
 
 GIB = 1 << 30
@@ -48,3 +61,32 @@ def test_the_tiny_recipe_keeps_its_micro_batches():
 
 def test_at_12000_tokens_attention_costs_as_much_as_the_layers_of_a_token(qwen):
     assert 12_000 * cost_of_a_pair(qwen[1]) == pytest.approx(0.974, abs=1e-3)
+
+
+# Freed memory
+
+MB = 1 << 20
+
+
+def faults_again(num_weights: int) -> float:
+    """Make and free 40 tensors of 20 MB twice; return the share of pages that fault again."""
+    with torch.device("meta"):
+        keep_freed_memory(torch.nn.Linear(num_weights // 1024, 1024, bias=False))
+    empty_caches()
+
+    def faults() -> int:
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        tensors = [torch.ones(20 * MB // 4) for _ in range(40)]
+        tensors.clear()
+        return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+    first = faults()
+    return faults() / first
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="glibc's allocator")
+def test_a_process_that_trains_a_large_model_keeps_freed_tensors():
+    (small,) = play_ranks(faults_again, 1, LARGE // 16 - 1024)  # in a fresh process
+    (large,) = play_ranks(faults_again, 1, LARGE // 16 + 1024)
+    assert small > 0.8
+    assert large < 0.2
