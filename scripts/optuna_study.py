@@ -31,10 +31,10 @@ from typing import Any, NoReturn
 
 import psutil
 
-from pipeline.commands.sweep import flags_of, meant, name_of, split_values
-from pipeline.config.cli import parse
+from pipeline.commands.sweep import flags_of, split_values
+from pipeline.config.cli import flag, parse
 from pipeline.config.recipe import SETTINGS
-from pipeline.errors import INTERRUPTED, UserError
+from pipeline.errors import INTERRUPTED, UserError, nearest
 
 RUN = (sys.executable, str(Path(__file__).resolve().parents[1] / "pipeline" / "run.py"))
 NUMBER = r"[+-]?[0-9]*\.?[0-9]+(?:[eE][+-]?[0-9]+)?"
@@ -75,12 +75,14 @@ def parse_search(words: Sequence[str]) -> list[Search]:
 
     UserError for an unknown setting or a wrong range.
     """
-    known = {name_of(*key): field.annotation for key, field in SETTINGS.items()}
+    known = {flag(*key)[2:].replace("-", "_"): field.annotation for key, field in SETTINGS.items()}
     found = []
     for word in words:
         name, _, values = word.partition("=")
         if name not in known:
-            raise UserError(f"--search: got {name!r}; {meant(name, known)}")
+            near = nearest(name, known)
+            hint = f"did you mean {near}?" if near else "name settings of the recipe"
+            raise UserError(f"--search: got {name!r}; {hint}")
         ends = re.fullmatch(rf"({NUMBER})\.\.({NUMBER})(:log)?", values)
         if ends is None:
             if not values or ".." in values:

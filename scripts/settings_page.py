@@ -14,9 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.config.cli import build_parser
-from pipeline.config.recipe import SECTIONS, load_recipe
+from pipeline.config.recipe import SECTIONS, load_recipe, trl_names
 from pipeline.config.settings import Config
-from pipeline.config.trl_names import tables
 from pipeline.config.variables import REFUSED
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -114,8 +113,7 @@ def _names_of_trl() -> str:
         "A name that TRL has too means here what it means in TRL. These names are different:\n"
     )
     lines += ["| name there | here |", "| --- | --- |"]
-    lines += [f"| {_names(names)} | `{name}` |" for names, name in tables()["called"].items()]
-    lines += [f"| {_names(names)} | {hint} |" for names, hint in tables()["instead"].items()]
+    lines += [f"| {_names(names)} | {answer} |" for names, answer in trl_names().items()]
     return "\n".join([*lines, ""])
 
 

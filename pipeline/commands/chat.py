@@ -1,77 +1,47 @@
 """Lets a checkpoint of a run serve a customer in the terminal, with the run's own settings."""
 
-import argparse
+import json
+import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
+import torch
+from pydantic import BaseModel
+from pydantic_core import to_jsonable_python
+
+from pipeline.chat.template import Chat
 from pipeline.config.cli import Parser, seed_of
+from pipeline.config.settings import Config, RolloutSettings
+from pipeline.customers import Customers, served_domains
+from pipeline.data.rng import generator, stream_key
+from pipeline.data.tasks import Message, Task
+from pipeline.endpoints.language_model import LanguageModel
+from pipeline.environments.customers import reply_of
+from pipeline.environments.discovery import OF_THE_EPISODE, raw_call, tool_schemas
+from pipeline.environments.domains import Domain, load_domains
 from pipeline.errors import UserError
-from pipeline.export.checkpoint import open_checkpoint
-from pipeline.files.console import command
-from pipeline.files.imports import importing
-from pipeline.files.untrusted import shown
+from pipeline.export.checkpoint import RunCheckpoint, open_checkpoint
+from pipeline.files.console import command, styled
+from pipeline.files.untrusted import printable, shown
+from pipeline.models.layers import fix_rotary
+from pipeline.models.loading import load_folder, load_tokenizer, on_gpu, uses_bf16
+from pipeline.preflight.prepare import long_prompts, needs_of
+from pipeline.preflight.tasks import task_sets
+from pipeline.rollout.rewards import load_reward_functions
+from pipeline.rollout.rollout import Rollout, RolloutRequest, SamplerPolicy
+from pipeline.rollout.sampler import make_sampler
+from pipeline.rollout.trajectory import Trajectory
+
+NO_DEADLINE_S = 1e6  # a person may think for long
+MOST_LINES = 25  # largest number of shown lines of rules, or of the database
+INDENT = 10  # characters of the first column
+STYLES = {"customer": "bold", "agent": "cyan"}  # other lines are dim
+PLAIN = (BaseModel, Mapping, str, bool, int, float, list, tuple, set)
 
 
 def main(argv: list[str]) -> int:
     """Run `chat RUN`; raises UserError for a mistake of the user."""
-    options = _parser().parse_args(argv)
-    checkpoint = open_checkpoint(options.run, options.checkpoint)
-    config = checkpoint.config
-    names = checkpoint.config.data.domains
-    name = options.domain or names[0]
-    if name not in names:
-        raise UserError(f"--domain: got {shown(name)}; domains of the run: {', '.join(names)}")
-    seed = config.run.seed if options.seed is None else options.seed
-    with importing():
-        from pipeline.commands.terminal import (
-            NO_DEADLINE_S,
-            Terminal,
-            chat_of,
-            find_task,
-            load_rollout,
-            play,
-            tell,
-        )
-        from pipeline.customers import Customers, served_domains
-        from pipeline.endpoints.language_model import LanguageModel
-        from pipeline.environments.domains import load_domains
-
-    domain = load_domains(config.data)[name]
-    terminal = Terminal(options.human, chat_of(checkpoint, domain))
-    task = find_task(config, domain, options.task, seed, terminal.chat)
-    how = "greedy" if options.greedy else f"sampled at temperature {config.rollout.temperature:g}"
-    of = ", ".join(names)
-    tell("model", f"{checkpoint}; {how}, seed {seed}")
-    tell("domain", name if options.domain or not names[1:] else f"{name}, the first of {of}")
-    tell("task", f"{task.id}{f' ({task.family})' if task.family else ''}")
-    welcomes = {}
-    if not options.human and served_domains(config.data, {name: domain}, {name: [task]}):
-        tell("customer", config.data.customer_name)
-        model = LanguageModel("customer", config, checkpoint.run, name="chat")
-        welcomes = Customers(model, [name]).welcomes
-    judge = None
-    if config.data.judge_url is not None:
-        judge = LanguageModel("judge", config, checkpoint.run, name="chat").ask
-    limits = config.rollout
-    if options.human:
-        limits = limits.model_copy(update={"call_timeout": NO_DEADLINE_S, "rollout_timeout": None})
-    rollout = load_rollout(
-        checkpoint,
-        domain,
-        terminal.chat,
-        limits,
-        welcomes=welcomes,
-        judge=judge,
-        reply=terminal.reply,
-        watch=terminal.watch,
-    )
-    try:
-        play(rollout, terminal, task, seed, options.greedy)
-    except (KeyboardInterrupt, EOFError):
-        print("\nended before the conversation did")
-    return 0
-
-
-def _parser() -> argparse.ArgumentParser:
     parser = Parser(prog=command("chat"), description=__doc__, allow_abbrev=False)
     parser.add_argument("run", type=Path, metavar="RUN", help="folder of a run")
     parser.add_argument("--domain", help="a domain of the run [the first]")
@@ -83,4 +53,212 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--seed", type=seed_of, metavar="N", help=about)
     about = "name of a checkpoint, latest, or best (of --keep-best) [latest]"
     parser.add_argument("--checkpoint", default="latest", metavar="NAME", help=about)
-    return parser
+    options = parser.parse_args(argv)
+    checkpoint = open_checkpoint(options.run, options.checkpoint)
+    config = checkpoint.config
+    names = config.data.domains
+    name = options.domain or names[0]
+    if name not in names:
+        raise UserError(f"--domain: got {shown(name)}; domains of the run: {', '.join(names)}")
+    seed = config.run.seed if options.seed is None else options.seed
+    domain = load_domains(config.data)[name]
+    chat = chat_of(checkpoint, domain)
+    task = find_task(config, domain, options.task, seed, chat)
+    how = "greedy" if options.greedy else f"sampled at temperature {config.rollout.temperature:g}"
+    tell("model", f"{checkpoint}; {how}, seed {seed}")
+    tell("domain", f"{name}, of {', '.join(names)}")
+    tell("task", f"{task.id} {task.family}".rstrip())
+    terminal = Terminal(options.human, chat)
+    limits = config.rollout
+    hooks: dict[str, Any] = {"reply": terminal.reply, "watch": terminal.watch}
+    if options.human:
+        limits = limits.model_copy(update={"call_timeout": NO_DEADLINE_S, "rollout_timeout": None})
+    elif served_domains(config.data, {name: domain}, {name: [task]}):
+        tell("customer", config.data.customer_name)
+        model = LanguageModel("customer", config, checkpoint.run, name="chat")
+        hooks["welcomes"] = Customers(model, [name]).welcomes
+    if config.data.judge_url is not None:
+        hooks["judge"] = LanguageModel("judge", config, checkpoint.run, name="chat").ask
+    rollout = load_rollout(checkpoint, domain, chat, limits, **hooks)
+    # The random numbers of the task's first trial in an evaluation with this seed.
+    key = stream_key(seed, "evaluation", *task.key, 0)
+    try:
+        (trajectory,) = rollout([RolloutRequest(task=task, trial=0, key=key)], options.greedy)
+        terminal.tell_end(trajectory)
+    except (KeyboardInterrupt, EOFError):
+        print("\nended before the conversation did")
+    return 0
+
+
+def find_task(config: Config, domain: Domain, task_id: str | None, seed: int, chat: Chat) -> Task:
+    """Return the task with this id, or a held-out task that the seed chooses.
+
+    `chat` finds the tasks that the run left out as too long. Raises UserError for an unknown id.
+    """
+    sets = task_sets(config, domain, long_prompts(config, domain, chat))
+    if task_id is None:
+        return generator(seed, "chat", domain.name).choice(sets.held_out)
+    for tasks in (sets.held_out, sets.validation, sets.train):
+        for task in tasks:
+            if task.id == task_id:
+                return task
+    some = ", ".join(task.id for task in sets.held_out[:3])
+    raise UserError(f"--task: got {shown(task_id)}; tasks of {domain.name} are {some} and others")
+
+
+def chat_of(checkpoint: RunCheckpoint, domain: Domain) -> Chat:
+    """Return the chat format of a checkpoint, whose template was fitted."""
+    settings = checkpoint.config.model.model_copy(update={"model": str(checkpoint.path)})
+    kwargs = settings.chat_template_kwargs
+    calls = settings.tool_call_format
+    return Chat(load_tokenizer(settings), kwargs, calls, needs=needs_of([domain]))
+
+
+def load_rollout(
+    checkpoint: RunCheckpoint, domain: Domain, chat: Chat, limits: RolloutSettings, **hooks: Any
+) -> Rollout:
+    """Return the run's rollout with a checkpoint's weights, on the GPU if there is one.
+
+    `hooks` are further arguments of Rollout. Raises UserError for files that cannot be loaded.
+    """
+    config = checkpoint.config
+    settings = config.model.model_copy(update={"model": str(checkpoint.path)})
+    model = load_folder(checkpoint.path, settings)
+    fix_rotary(model, limits.max_tokens)
+    dtype = torch.bfloat16 if uses_bf16(settings) else torch.float32
+    sampler = make_sampler(model.to("cuda" if on_gpu() else "cpu"), chat, limits, dtype, True)
+    rewards = load_reward_functions(config)
+    policy = SamplerPolicy(sampler, chat, limits)
+    environments = {domain.name: domain.environment}
+    return Rollout(policy, chat, environments, limits, rewards=rewards, **hooks)
+
+
+class Terminal:
+    """Prints a conversation and its outcome. With `is_human`, a person types as the customer."""
+
+    def __init__(self, is_human: bool, chat: Chat) -> None:
+        self.is_human = is_human
+        self.chat = chat
+        self.environment: Any = None
+        self.before: dict[str, str] = {}  # the database before the first message of the model
+
+    def _begin(self, environment: Any, messages: Sequence[Message]) -> None:
+        """Print rules, tools, database and request; a person may type another request.
+
+        Raises EOFError if the input has ended.
+        """
+        self.environment = environment
+        self.before = state_of(environment)
+        *rules, request = messages
+        schemas = tool_schemas(type(environment))
+        if messages[0]["role"] != "system":
+            tell("template", self.chat.preface)
+        for message in rules:
+            tell("rules", message["content"])
+        tell("tools", [_signature(schema["function"]) for schema in schemas])
+        tell("database", _rows(self.before))
+        print()
+        if self.is_human:
+            print(styled(f"The task's request, which Enter sends: {request['content']}", "dim"))
+            request["content"] = _typed() or request["content"]
+        else:
+            tell("customer", request["content"])
+
+    def watch(self, environment: Any, messages: Sequence[Message]) -> None:
+        """Print new messages; the first ones are the prompt, whose request a person may change."""
+        if self.environment is not environment:
+            return self._begin(environment, messages)
+        names = {"user": "customer", "assistant": "agent", "system": "rules"}
+        for message in messages:
+            role = message["role"]
+            calls = [_call(call["function"]) for call in message.get("tool_calls") or ()]
+            if role != "user" or not self.is_human:
+                lines = [message["content"], *calls] if message["content"] else calls
+                tell(names.get(role, "tool"), lines or [""])
+
+    def reply(self, environment: Any, message: str) -> Any:
+        if not self.is_human:
+            return reply_of(environment, message)
+        try:
+            return _typed() or None
+        except EOFError:
+            return None
+
+    def tell_end(self, trajectory: Trajectory) -> None:
+        """Print how the episode ended, what it changed in the database, and its reward."""
+        print()
+        counts = f"{trajectory.num_turns} message(s) of the agent, {trajectory.num_tokens} tokens"
+        tell("ended", f"{trajectory.stop_reason}, {counts}")
+        tell("error", trajectory.error)
+        if before := self.before:
+            now = state_of(self.environment)
+            paths = [path for path in {**before, **now} if before.get(path) != now.get(path)]
+            lines = [f"{path}: {before.get(path, '-')} -> {now.get(path, '-')}" for path in paths]
+            tell("changed", lines or "nothing")
+        parts = trajectory.rewards or trajectory.reward_breakdown
+        told = ", ".join(f"{name} {value:g}" for name, value in parts.items() if value is not None)
+        goal = " for the task's own goal" if self.is_human else ""
+        tell("reward", f"{trajectory.reward:g}{goal}{f' ({told})' if told else ''}")
+        wrong = trajectory.difference.items()
+        tell("expected", [f"{name}: {right}, found {found}" for name, (found, right) in wrong])
+
+
+def state_of(environment: Any) -> dict[str, str]:
+    """Return {path: value} of what the tools of an environment can see.
+
+    Read are an attribute `_db` and the public attributes with plain data.
+    """
+    attributes = getattr(environment, "__dict__", {})
+    hidden = OF_THE_EPISODE | ({"messages"} if raw_call(type(environment)) else set())
+    state = {name: value for name, value in attributes.items() if name[0] != "_"}
+    database = attributes.get("_db", {})
+    state |= dict(database) if isinstance(database, BaseModel | Mapping) else {}
+    seen = {k: v for k, v in state.items() if k not in hidden and isinstance(v, PLAIN)}
+    return _flat(to_jsonable_python(seen, fallback=str))
+
+
+def _flat(state: Mapping[str, Any], where: str = "") -> dict[str, str]:
+    """Return {path: value} for all values in nested dicts."""
+    found: dict[str, str] = {}
+    for name, value in state.items():
+        path = f"{where}.{name}".lstrip(".")
+        text = "-" if value is None else str(value)
+        found |= _flat(value, path) if isinstance(value, Mapping) else {path: text}
+    return found
+
+
+def _rows(state: Mapping[str, str]) -> list[str]:
+    """Return a line for each nested dict: its path, and the values by name."""
+    values: dict[str, list[str]] = {}
+    for path, value in state.items():
+        parent, _, name = path.rpartition(".")
+        values.setdefault(parent, []).append(f"{name} {value}")
+    return [f"{parent}: {', '.join(of)}".removeprefix(": ") for parent, of in values.items()]
+
+
+def _signature(function: Mapping[str, Any]) -> str:
+    return f"{function['name']}({', '.join(function['parameters'].get('properties', {}))})"
+
+
+def _call(function: Mapping[str, Any]) -> str:
+    arguments = function.get("arguments", {}).items()
+    texts = (f"{name}={json.dumps(value, ensure_ascii=False)}" for name, value in arguments)
+    return f"{function['name']}({', '.join(texts)})"
+
+
+def _typed() -> str:
+    """Return a line that a person types; raises EOFError at the end of the input."""
+    text = input(styled("customer".ljust(INDENT), "bold"))
+    if not sys.stdin.isatty():
+        print(printable(text))  # the terminal has not shown the line
+    return text.strip()
+
+
+def tell(name: str, content: str | Sequence[str]) -> None:
+    """Print a text or lines beside a name in the first column; print nothing for no lines."""
+    lines = content.splitlines() if isinstance(content, str) else list(content)
+    if len(lines) > MOST_LINES:
+        lines[MOST_LINES:] = [f"... and {len(lines) - MOST_LINES} lines more"]
+    for number, line in enumerate(lines):
+        heading = (name if number == 0 else "").ljust(INDENT)
+        print(styled(f"{heading}{printable(line)}", STYLES.get(name, "dim")), flush=True)

@@ -1,6 +1,5 @@
 """Writes the episodes of an evaluation for the tools of τ²-bench: view, grade again, submit."""
 
-import argparse
 import gzip
 import json
 from datetime import UTC, datetime
@@ -26,7 +25,12 @@ AGENT = "agent"  # the folder of the episodes that an endpoint as the agent has 
 
 def main(argv: list[str]) -> int:
     """Run `export-tau2 RUN OUT`; raises UserError for a mistake of the user."""
-    options = _parser().parse_args(argv)
+    parser = Parser(prog=command("export-tau2"), description=__doc__, allow_abbrev=False)
+    parser.add_argument("run", type=Path, metavar="RUN", help="folder of a run with tau2")
+    parser.add_argument("out", type=Path, metavar="OUT", help="folder for a file of each domain")
+    about = "start, warm_start, the name of a stage, or agent (of --agent-url) [the last one]"
+    parser.add_argument("--evaluation", metavar="NAME", help=about)
+    options = parser.parse_args(argv)
     run = options.run
     out = options.out
     if not (run / RUN_SETTINGS).is_file():
@@ -53,7 +57,9 @@ def main(argv: list[str]) -> int:
             why = f"{world.checkout.path} is not the checkout that the run has played on"
             raise UserError(f"tau2: {why} ({name}); check out {about['commit']}")
         at = datetime.fromtimestamp((run / "results.json").stat().st_mtime, UTC).isoformat()
-        info = {**_info(config, world, about), "agent_info": player | _kind(world)}
+        kind = "llm_agent_solo" if world.is_solo else "llm_agent"
+        agent = {**player, "implementation": kind}
+        info = {**_info(config, world, about), "agent_info": agent}
         found = results_of(world, played, info, about, at)
         write_text(out / f"{name}.json", json.dumps(found, ensure_ascii=False, indent=1))
         rate = sum(line["reward"] >= 1 for line in played) / len(played)
@@ -83,9 +89,6 @@ def _episodes(run: Path, folder: str) -> list[dict[str, Any]]:
             with gzip.open(path, "rt", encoding="utf-8") as file:
                 for line in map(json.loads, file):
                     lines[line["domain"], line["task_id"], line["trial"]] = line
-                    if not line["messages"]:
-                        why = "has no messages, which stayed on the machine of that rank"
-                        raise UserError(f"{path} {why}; copy the file from there")
         except (OSError, EOFError, ValueError) as error:
             raise UserError(f"{path} cannot be read ({reason_of(error)}); restore it") from None
     if not lines:
@@ -109,10 +112,6 @@ def _agent(config: Config, run: Path, results: Any, evaluation: str) -> dict[str
     return {"llm": name, "llm_args": sampling | arguments}
 
 
-def _kind(world: World) -> dict[str, str]:
-    return {"implementation": "llm_agent_solo" if world.is_solo else "llm_agent"}
-
-
 def _info(config: Config, world: World, about: dict[str, Any]) -> dict[str, Any]:
     data = config.data
     user: dict[str, Any] = {"implementation": USERS[data.customer]}
@@ -128,12 +127,3 @@ def _info(config: Config, world: World, about: dict[str, Any]) -> dict[str, Any]
         "user_info": user,
         "seed": config.run.seed,
     }
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = Parser(prog=command("export-tau2"), description=__doc__, allow_abbrev=False)
-    parser.add_argument("run", type=Path, metavar="RUN", help="folder of a run with tau2")
-    parser.add_argument("out", type=Path, metavar="OUT", help="folder for a file of each domain")
-    about = "start, warm_start, the name of a stage, or agent (of --agent-url) [the last one]"
-    parser.add_argument("--evaluation", metavar="NAME", help=about)
-    return parser

@@ -4,36 +4,45 @@ Exit codes are those of `pipeline/run.py`. A command is imported only when the c
 """
 
 import os
-from collections.abc import Callable
 from importlib import import_module
+from pathlib import Path
 from typing import NamedTuple, NoReturn
 
+from pipeline import run
 from pipeline.errors import UserError, nearest
 from pipeline.files.console import STARTED_AS, command
+from pipeline.files.layout import RUN_SETTINGS, run_of_checkpoint
 from pipeline.files.untrusted import one_line, shown
-from pipeline.run import guarded, start
 
 TRAIN = "pipeline.run:main"
+# An evaluation takes the run's own settings, except the folder, the number of ranks, the name and
+# the agent behind an endpoint, which has played the tasks in the run. The tokenizer of a checkpoint
+# has the run's chat template and system prompt.
+ANEW = "--no-grpo --warm-start-steps 0 --rft-rounds 0 --output-dir null --num-gpus null "
+ANEW += "--run-name null --agent-url null --agent-model null --agent-temperature null "
+ANEW += "--chat-template null --system-prompt null "
+ANEW += "--agent-key OPENAI_API_KEY --max-agent-calls null --max-agent-tokens null"
 
 
 class Command(NamedTuple):
     """A command: the user's arguments, one line of help, and the function that runs the command.
 
-    `function` is `module:name`, or empty for `main` of the module with the command's name. The
-    function gets a list of arguments and returns an exit code. The arguments in `flags` come before
-    the user's own.
+    `function` is `module:name`; it gets a list of arguments and returns an exit code. The arguments
+    in `flags` come before the user's own.
     """
 
     arguments: str
     about: str
-    function: str = ""
+    function: str
     flags: tuple[str, ...] = ()
 
 
 COMMANDS = {
     "train": Command("[FLAGS]", "train a model: warm start, GRPO, evaluations, report", TRAIN),
     "evaluate": Command(
-        "MODEL [FLAGS]", "evaluate a run, a checkpoint or another model on the held-out tasks"
+        "MODEL [FLAGS]",
+        "evaluate a run, a checkpoint or another model on the held-out tasks",
+        "pipeline.commands.main:evaluate",
     ),
     "check": Command("[FLAGS]", "say what a run would do and need", TRAIN, ("--check",)),
     "doctor": Command("[FLAGS]", "test the ranks, links and run folder", TRAIN, ("--doctor",)),
@@ -42,18 +51,32 @@ COMMANDS = {
         "write the report of a run again, or compare runs",
         "pipeline.report.write:main",
     ),
-    "chat": Command("RUN [FLAGS]", "serve a customer in the terminal"),
-    "sweep": Command(
-        "[FLAGS] [-- FLAGS]", "run a recipe over a grid of settings and seeds, and compare the runs"
+    "chat": Command(
+        "RUN [FLAGS]", "serve a customer in the terminal", "pipeline.commands.chat:main"
     ),
-    "export": Command("RUN OUT [FLAGS]", "write a checkpoint as one Hugging Face folder"),
+    "sweep": Command(
+        "[FLAGS] [-- FLAGS]",
+        "run a recipe over a grid of settings and seeds, and compare the runs",
+        "pipeline.commands.sweep:main",
+    ),
+    "export": Command(
+        "RUN OUT [FLAGS]",
+        "write a checkpoint as one Hugging Face folder",
+        "pipeline.commands.folders:export_checkpoint",
+    ),
     "export-tau2": Command(
         "RUN OUT [--evaluation NAME]",
         "write an evaluation's episodes for the tools of τ²-bench",
         "pipeline.commands.export_tau2:main",
     ),
-    "convert": Command("FILE OUT", "make a model folder of a GGUF file"),
-    "make-tiny": Command("DEMONSTRATIONS OUT", "make a tiny model for domains of your own"),
+    "convert": Command(
+        "FILE OUT", "make a model folder of a GGUF file", "pipeline.commands.folders:convert"
+    ),
+    "make-tiny": Command(
+        "DEMONSTRATIONS OUT",
+        "make a tiny model for domains of your own",
+        "pipeline.commands.folders:make_tiny",
+    ),
 }
 
 
@@ -65,12 +88,12 @@ def console() -> NoReturn:
 def begin(form: str) -> NoReturn:
     """Run the command line of this process; `form` is how the user calls this program."""
     os.environ[STARTED_AS] = form
-    start(main)
+    run.start(main)
 
 
 def main(argv: list[str]) -> int:
     """Run the command that `argv` begins with, and return the exit code."""
-    return guarded(lambda: _run(argv))
+    return run.guarded(lambda: _run(argv))
 
 
 def _run(argv: list[str]) -> int:
@@ -84,15 +107,9 @@ def _run(argv: list[str]) -> int:
     if chosen.flags and {"-h", "--help"} & {*arguments}:
         print(usage(name))
         return 0
-    code: int = function_of(name)([*chosen.flags, *arguments])
+    module, _, function = chosen.function.partition(":")
+    code: int = getattr(import_module(module), function)([*chosen.flags, *arguments])
     return code
-
-
-def function_of(name: str) -> Callable[[list[str]], int]:
-    own = f"pipeline.commands.{name.replace('-', '_')}:main"
-    module, _, function = (COMMANDS[name].function or own).partition(":")
-    found: Callable[[list[str]], int] = getattr(import_module(module), function)
-    return found
 
 
 def overview() -> str:
@@ -108,6 +125,27 @@ def usage(name: str) -> str:
     chosen = COMMANDS[name]
     flags = f"FLAGS are those of a run; {command('train')} --help lists them."
     return f"usage: {command(name)} {chosen.arguments}\n\n{chosen.about}\n{flags}"
+
+
+def evaluate(argv: list[str]) -> int:
+    """Evaluate the model that `argv` begins with; flags follow."""
+    if {"-h", "--help"} & {*argv}:
+        print(usage("evaluate"))
+        return 0
+    if not argv or argv[0].startswith("-"):
+        what = "give a run folder, a checkpoint, a model folder or a hub id first"
+        raise UserError(f"evaluate: got no MODEL; {what}: {command('evaluate')} runs/NAME")
+    model, *flags = argv
+    return run.main([*settings_of(model), "--model", model, *flags])
+
+
+def settings_of(model: str) -> list[str]:
+    """Return the flags for the settings of the run that made a model, or of evaluate_only."""
+    folder = run_of_checkpoint(model) or Path(model)
+    settings = folder / RUN_SETTINGS
+    if not os.path.isfile(settings):
+        return ["--config", "evaluate_only"]
+    return ["--config", str(settings), *ANEW.split()]
 
 
 def _unknown(name: str, argv: list[str]) -> str:

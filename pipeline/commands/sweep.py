@@ -11,32 +11,26 @@ Flags after `--` are passed to every run. The exit code is 1 if a run failed; ot
 compared.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import signal
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import product
 from pathlib import Path
 
-from pipeline.config.cli import flag, parse
-from pipeline.config.recipe import SETTINGS
-from pipeline.config.trl_names import instead
+from pipeline.config.cli import Parser, parse
 from pipeline.distributed.launch import RUN
-from pipeline.errors import UserError, nearest
+from pipeline.errors import UserError
 from pipeline.files.console import command
 from pipeline.report import write
 
 # Settings of the reference run with mixed training.
 MIXED = {"curriculum": "mixed", "order": "none", "stage_steps": "{}", "stage_tasks": "{}"}
-FIXED = ("model", "warm_start", "data")  # sections whose settings change the warm start
 WARM_STARTS = "warm-starts"  # name of a folder
-OWN = ("run", "tracking")  # sections that cannot be in a grid
-WORDS = {"true": True, "yes": True, "on": True, "1": True}
-WORDS |= {"false": False, "no": False, "off": False, "0": False}
+# Settings that the sweep gives to its runs.
+OWN = ("seed", "num_gpus", "output_dir", "run_name", "resume_from_checkpoint", "config")
 # A warm start needs no stages.
 NO_STAGES = "--max-steps 0 --curriculum mixed --order none --stage-steps {} --stage-tasks {} "
 NO_STAGES += "--validation-steps 0 --plateau-patience 0 --domain-weights {} --rft-rounds 0"
@@ -46,15 +40,21 @@ def main(argv: list[str]) -> int:
     place = argv.index("--") if "--" in argv else len(argv)
     options = parser().parse_args(argv[:place])
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # The exit also ends the run.
+    given = argv[place + 1 :]
     grid = parse_grid(options.grid)
+    for word in (*grid, *given):
+        name = word.partition("=")[0].removeprefix("--").replace("-", "_")
+        if name in OWN:
+            raise UserError(f"{word}: the sweep gives it to its runs; see its own flags")
+    common = ["--config", options.recipe, *given]
     configurations = expand(grid)
-    refuse_doubles([label(settings) for settings in configurations], "--grid")
-    refuse_doubles([str(seed) for seed in options.seeds], "--seeds")
-    common = ["--config", options.recipe, *refuse_own(argv[place + 1 :])]
-    for settings in configurations:
-        parse([*common, *flags_of(settings)])  # refuses wrong settings before the first run
+    recipe = parse(common)
+    shares_warm_start = True
+    for settings in configurations:  # refuses wrong settings before the first run
+        config = parse([*common, *flags_of(settings)])
+        for section in ("model", "data", "warm_start"):
+            shares_warm_start &= getattr(config, section) == getattr(recipe, section)
     folder = options.output_dir or Path("runs") / f"sweep-{Path(options.recipe).stem}"
-    shares_warm_start = not any(is_of(name, FIXED) for name in grid)
     failed = run(folder, options.num_gpus, configurations, options.seeds, common, shares_warm_start)
     code = write.main([str(folder.resolve())])
     return 1 if failed else code
@@ -62,7 +62,7 @@ def main(argv: list[str]) -> int:
 
 def parser() -> argparse.ArgumentParser:
     form = argparse.RawTextHelpFormatter
-    made = argparse.ArgumentParser(command("sweep"), description=__doc__, formatter_class=form)
+    made = Parser(command("sweep"), description=__doc__, formatter_class=form)
     made.add_argument("--recipe", default="forgetting", help="a recipe file, or a shipped one")
     made.add_argument("--grid", nargs="+", default=[], metavar="SETTING=A,B")
     made.add_argument("--seeds", type=int, nargs="+", default=[1])
@@ -72,31 +72,14 @@ def parser() -> argparse.ArgumentParser:
 
 
 def parse_grid(words: Sequence[str]) -> dict[str, list[str]]:
-    """Parse `beta=0,0.05` to {"beta": ["0", "0.05"]}. Brackets or braces protect commas.
-
-    UserError for an unknown setting.
-    """
-    known = {name_of(section, name): (section, name) for section, name in SETTINGS}
+    """Parse `beta=0,0.05` to {"beta": ["0", "0.05"]}. Brackets or braces protect commas."""
     grid: dict[str, list[str]] = {}
     for word in words:
         name, _, values = word.partition("=")
-        if name not in known:
-            raise UserError(f"--grid: got {name!r}; {meant(name, known)}")
-        if not values:
-            raise UserError(f"--grid: got {word!r}; write {name}=A,B")
-        if name in grid:
-            raise UserError(f"--grid: got {name} twice; give all its values at once")
-        if is_of(name, OWN):
-            raise UserError(f"--grid: got {name!r}, which the sweep sets; see its own flags")
+        if not values or name in grid:
+            raise UserError(f"--grid: got {word!r}; write each setting once, as {name}=A,B")
         grid[name] = split_values(values)
     return grid
-
-
-def meant(name: str, known: Iterable[str]) -> str:
-    """What an unknown setting is called, or the setting that it misspells, as advice."""
-    near = nearest(name, known)
-    advice = f"did you mean {near}?" if near else "name settings of the recipe"
-    return instead(f"--{name}") or advice
 
 
 def split_values(text: str) -> list[str]:
@@ -113,30 +96,6 @@ def split_values(text: str) -> list[str]:
     return [(v[1:-1] or "none") if v.startswith("[") else v for v in values]
 
 
-def name_of(section: str, name: str) -> str:
-    """The name of a setting in a grid, such as `warm_start_steps`."""
-    return flag(section, name)[2:].replace("-", "_")
-
-
-def is_of(name: str, sections: Sequence[str]) -> bool:
-    return any(section in sections and name == name_of(section, n) for section, n in SETTINGS)
-
-
-def refuse_own(flags: Sequence[str]) -> Sequence[str]:
-    """Return the flags for every run; UserError for a flag that the sweep sets itself."""
-    own = ("seed", "num_gpus", "output_dir", "run_name", "resume_from_checkpoint", "config")
-    for word in flags:
-        name = word.partition("=")[0].removeprefix("--").replace("-", "_")
-        if word.startswith("--") and name in own:
-            raise UserError(f"{word}: the sweep gives it to its runs; see its own flags")
-    return flags
-
-
-def refuse_doubles(words: Sequence[str], where: str) -> None:
-    if double := [word for word in words if words.count(word) > 1]:
-        raise UserError(f"{where}: got {double[0]} twice; name each configuration and seed once")
-
-
 def expand(grid: Mapping[str, Sequence[str]]) -> list[dict[str, str]]:
     """Every combination of the grid, and mixed training as the reference."""
     combinations = [dict(zip(grid, values, strict=True)) for values in product(*grid.values())]
@@ -146,18 +105,12 @@ def expand(grid: Mapping[str, Sequence[str]]) -> list[dict[str, str]]:
 
 
 def flags_of(settings: Mapping[str, str]) -> list[str]:
-    """The flags of a configuration; boolean flags have no value."""
+    """The flags of a configuration; a switch is true or false."""
     flags: list[str] = []
-    annotations = {name_of(s, n): field.annotation for (s, n), field in SETTINGS.items()}
     for name, value in settings.items():
-        word = f"--{name.replace('_', '-')}"
-        if annotations[name] is bool:
-            if value.lower() not in WORDS:
-                raise UserError(f"{name}: got {value!r}; give true or false")
-            is_on = WORDS[value.lower()]
-            flags.append(word if is_on else f"--no-{word[2:].removeprefix('use-')}")
-        else:
-            flags += [word, value]
+        words = name.replace("_", "-")
+        switch = {"true": [f"--{words}"], "false": [f"--no-{words}"]}
+        flags += switch.get(value, [f"--{words}", value])
     return flags
 
 

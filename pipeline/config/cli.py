@@ -11,7 +11,6 @@ import yaml
 from pipeline.config import recipe
 from pipeline.config.recipe import SECTIONS, SETTINGS
 from pipeline.config.settings import MAX_SEED, Config
-from pipeline.config.trl_names import instead
 from pipeline.errors import UserError, nearest
 from pipeline.files.console import command
 from pipeline.files.layout import RUN_SETTINGS, is_toy, run_of_checkpoint
@@ -90,7 +89,7 @@ def build_parser(shown: Config) -> argparse.ArgumentParser:
     most_used = parser.add_argument_group("most used")
     most_used.add_argument("-h", "--help", action="store_true", help="show this list and exit")
     about = f"a recipe file, or the name of a shipped recipe [{shown.recipe}]"
-    most_used.add_argument("--config", metavar="RECIPE", help=about)
+    most_used.add_argument("--config", "--recipe", metavar="RECIPE", help=about)
     groups = {s: parser.add_argument_group(getattr(shown, s).__doc__) for s in SECTIONS}
     first = [(s, n) for n in MOST_USED for s, name in SETTINGS if n == name and s != "warm_start"]
     for section, name in dict.fromkeys((*first, *SETTINGS)):
@@ -99,8 +98,9 @@ def build_parser(shown: Config) -> argparse.ArgumentParser:
         names = [flag(section, name)]
         kind: dict[str, Any] = {"metavar": _metavar(setting.annotation)}
         if setting.annotation is bool:
-            names.append(f"--no-{names[0].removeprefix('--').removeprefix('use-')}")
-            kind = {"action": _Switch, "nargs": 0}
+            kind = {"action": argparse.BooleanOptionalAction}
+            if name.startswith("use_"):
+                names.append(names[0].replace("--use-", "--"))  # for --no-grpo and --no-peft
         if name == "num_generations":
             names.append("--group-size")
         kind["help"] = f"{setting.description}{_shown(value)}".replace("%", "%%")
@@ -124,13 +124,8 @@ def seed_of(text: str) -> int:
 
 class _Help(argparse.RawDescriptionHelpFormatter):
     def _format_action_invocation(self, action: argparse.Action) -> str:
-        is_switch = isinstance(action, _Switch)
+        is_switch = isinstance(action, argparse.BooleanOptionalAction)
         return action.option_strings[0] if is_switch else super()._format_action_invocation(action)
-
-
-class _Switch(argparse.Action):
-    def __call__(self, _: Any, namespace: Any, values: Any, option: str | None = None) -> None:
-        setattr(namespace, self.dest, not str(option).startswith("--no-"))
 
 
 def _metavar(annotation: Any) -> str:
@@ -188,9 +183,6 @@ def _unknown_argument(argument: str, parser: argparse.ArgumentParser) -> str:
         hint = "lists are separated by commas, and a recipe is given as --config RECIPE"
         return f"unexpected argument {shown(argument)}; {hint}"
     known = [option[2:] for option in parser._option_string_actions if option.startswith("--")]
-    plain = name.lstrip("-").replace("_", "-")
-    near = {"recipe": "config", "no-use-grpo": "no-grpo"}.get(plain) or nearest(plain, known)
-    longer = [name for name in known if name.endswith(f"-{plain}")]
-    near = near or (longer[0] if len(longer) == 1 else "")
+    near = nearest(name.lstrip("-").replace("_", "-"), known)
     hint = f"did you mean --{near}?" if near else "--help lists all"
-    return instead(name) or f"unknown flag {name}; {hint}"
+    return recipe.instead(name) or f"unknown flag {name}; {hint}"

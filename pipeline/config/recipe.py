@@ -5,7 +5,8 @@ A mistake in a recipe raises UserError. Recipes are trusted, so malicious YAML i
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,7 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
 from pipeline.config import rules
-from pipeline.config.section import Section
-from pipeline.config.settings import DEFAULT_DOMAINS, Config
-from pipeline.config.trl_names import instead
+from pipeline.config.settings import DEFAULT_DOMAINS, Config, Section
 from pipeline.errors import UserError, nearest
 from pipeline.files.layout import shipped
 from pipeline.files.untrusted import is_plain, masked_tree, one_line, read_file, shown
@@ -61,7 +60,7 @@ def find_recipe(source: str | Path) -> Path:
 
 
 def read_recipe(path: Path) -> dict[str, Any]:
-    """Return the recipe's name and sections. Raises UserError for an unknown setting."""
+    """Return the recipe's name and sections, as they are written."""
     try:
         tree = yaml.load(read_file(path, MAX_BYTES).decode("utf-8-sig"), Loader)
     except (OSError, ValueError, LookupError, RecursionError, yaml.YAMLError) as error:
@@ -73,18 +72,11 @@ def read_recipe(path: Path) -> dict[str, Any]:
         raise UserError(f"{path}: got no mapping; write sections ({', '.join(SECTIONS)})")
     sections: dict[str, Any] = {section: {} for section in SECTIONS}
     for section, values in tree.items():
-        if section == "recipe" or (section in SECTIONS and values is None):
-            continue
-        if section not in SECTIONS:
-            raise UserError(one_line(f"{path}: {_unknown(str(section))}"))
-        if not isinstance(values, dict):
-            hint = "write its settings below it, indented"
-            raise UserError(f"{path}: {section}: got {shown(values)}, but is a section; {hint}")
-        for name in values:
-            if (section, name) not in SETTINGS:
-                raise UserError(one_line(f"{path}: {_unknown(str(name), section)}"))
-        sections[section] = dict(values)
-    return {"recipe": tree.get("recipe", path.stem), **sections}
+        if section in SECTIONS and not isinstance(values, dict | None):
+            hint = "is a section; write its settings below it, indented"
+            raise UserError(f"{path}: {section}: got {shown(values)}, but {hint}")
+        sections[str(section)] = {} if values is None else values
+    return {"recipe": path.stem, **sections}
 
 
 def resolve(path: Path, tree: Mapping[str, Any], flags: Mapping[tuple[str, ...], str]) -> Config:
@@ -92,19 +84,18 @@ def resolve(path: Path, tree: Mapping[str, Any], flags: Mapping[tuple[str, ...],
     try:
         config = Config.model_validate(tree)
     except ValidationError as error:
-        errors = error.errors(include_url=False)
-        same = [e for e in errors if e["loc"][:3] == errors[0]["loc"][:3]]
-        first = max(same, key=lambda e: len(e["loc"]))  # of the types that a setting may have
-        location = tuple(str(part) for part in first["loc"])
+        wrong = error.errors(include_url=False)[-1]  # the last is of the widest of several types
+        location = tuple(str(part) for part in wrong["loc"])
+        if wrong["type"] == "extra_forbidden" and len(location) <= 2:
+            raise UserError(one_line(f"{path}: {_unknown(location)}")) from None
         where = flags.get(location[:2], f"{path}: {'.'.join(location)}")
-        reason = first["msg"].replace("Input", "it", 1)
-        if first["type"] in ("missing", "extra_forbidden") and len(location) > 2:
+        reason = wrong["msg"]
+        if wrong["type"] in ("missing", "extra_forbidden"):
             reason = f"{location[-1]}: {reason}"
-        raise UserError(one_line(f"{where}: got {shown(first['input'])}; {reason}")) from None
-    plain = config.model_dump()
+        raise UserError(one_line(f"{where}: got {shown(wrong['input'])}; {reason}")) from None
+    plain = config.model_dump(mode="json")
     for section, name in SETTINGS:
         value = plain[section][name]
-        value = str(value) if isinstance(value, Path) else value
         where = flags.get((section, name), f"{path}: {section}.{name}")
         if not is_plain(value):
             raise UserError(f"{where}: got {shown(value)}; give finite numbers and Unicode text")
@@ -113,6 +104,22 @@ def resolve(path: Path, tree: Mapping[str, Any], flags: Mapping[tuple[str, ...],
             raise UserError(f"{where}: holds a password or a token; {remedy}")
     rules.check(config)
     return config
+
+
+def instead(name: str) -> str:
+    """Return what `trl_names.yaml` answers to the name of a setting or a flag, or ""."""
+    plain = name.lstrip("-").replace("-", "_").removeprefix("no_")
+    for names, answer in trl_names().items():
+        if any(fnmatchcase(plain, known) for known in names.split()):
+            return f"{name}: {answer}"
+    return ""
+
+
+def trl_names() -> dict[str, str]:
+    """Return the answers to names of settings in TRL, transformers and PEFT."""
+    text = Path(__file__).with_name("trl_names.yaml").read_text(encoding="utf-8")
+    answers: dict[str, str] = yaml.safe_load(text)
+    return answers
 
 
 def own_domains(tree: Mapping[str, Any]) -> list[str]:
@@ -145,19 +152,18 @@ def in_words(tree: Mapping[str, Any]) -> str:
     return said if told else f"Recipe `{tree['recipe']}`"
 
 
-def _unknown(name: str, section: str = "") -> str:
-    if reason := instead(name):
-        return reason
-    plain = name.replace("-", "_").replace("group_size", "num_generations")
-    plain = plain if plain in SECTIONS else plain.removeprefix("warm_start_")
-    here = [setting for owner, setting in SETTINGS if owner == section] or list(SECTIONS)
-    settings = [setting for _, setting in SETTINGS]
-    near = plain if plain in settings else nearest(plain, here) or nearest(plain, settings)
+def _unknown(location: Sequence[str]) -> str:
+    """Return the error message for the name of no section, or of no setting of a section."""
+    *section, name = location
+    if answer := instead(name):
+        return answer
+    here = [setting for owner, setting in SETTINGS if [owner] == section] or SECTIONS
+    near = nearest(name, here) or nearest(name, (setting for _, setting in SETTINGS))
     hint = f"did you mean {near}" if near else "--help lists all"
     if near and near not in here:
-        hint += f" in section {' or '.join(o for o, setting in SETTINGS if setting == near)}"
-    kind = f"setting {section}.{name}" if section else f"section {name}"
-    return f"unknown {kind}; {hint}" + ("?" if near else "")
+        hint += f" in section {' or '.join(s for s, setting in SETTINGS if setting == near)}"
+    kind = "setting" if section else "section"
+    return f"unknown {kind} {'.'.join(location)}; {hint}{'?' * bool(near)}"
 
 
 class Loader(yaml.SafeLoader):

@@ -2,19 +2,24 @@
 
 import os
 import re
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 
-from pipeline.config.section import Section
-from pipeline.config.settings import EMBEDDED_DOMAINS, Config
-from pipeline.config.urls import mistake_of
+from pipeline.config.settings import EMBEDDED_DOMAINS, Config, Section
 from pipeline.errors import UserError
 
-EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 JOINT_STAGES = ("mixed", "interleaved")
 IMPORT_STRING = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
+DOMAIN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
+_LABEL = r"\w([\w-]*\w)?"
+_NUMBERS = r"[0-9]{1,3}(\.[0-9]{1,3}){3}|\[[0-9a-f:.]+\]"  # addresses of IPv4 and IPv6
+_HOST = rf"({_NUMBERS}|(?![0-9.]+([:/]|$)){_LABEL}(\.{_LABEL})*\.?)"
+BASE_URL = re.compile(rf"https?://{_HOST}(:(?P<port>[0-9]{{1,5}}))?(/[^\s?#]*)?", re.IGNORECASE)
 # No domain may have a name that evaluations or metrics use.
 RESERVED_NAMES = (*JOINT_STAGES, "start", "warm_start", "rft", "mean", "agent")
+# The language models that a run may call: the section of their settings, and their prefix.
+ROLES = (("data", "customer"), ("data", "judge"), ("evaluation", "agent"))
+
+Rows = list[tuple[bool, str]]  # whether a rule is broken, and its message
 
 
 def reward_names(functions: Sequence[str]) -> list[str]:
@@ -25,133 +30,186 @@ def reward_names(functions: Sequence[str]) -> list[str]:
 
 def check(config: Config) -> None:
     """Raise UserError for the first contradiction between settings."""
-    rules = _model, _environments, _endpoints, _customer, _rewards, _names, _curriculum, _loss, _run
-    for rule in rules:
-        for mistake in rule(config):
-            raise UserError(mistake)
+    for rules in (_environments, _endpoints, _rewards, _names, _curriculum, _loss, _run):
+        for is_broken, message in rules(config):
+            if is_broken:
+                raise UserError(message)
 
 
 def refuse_placeholders(config: Config) -> None:
     """Raise UserError for a recipe's placeholder where a run, but no check, needs a server."""
-    data = config.data
-    evaluation = config.evaluation
-    urls = {"customer": data.customer_url, "judge": data.judge_url, "agent": evaluation.agent_url}
-    for role, url in urls.items():
+    for section, role in ROLES:
         name = f"{role}_url"
-        if "://HOST" in (url or ""):
+        url = getattr(getattr(config, section), name)
+        if url is not None and "://HOST" in url:
             raise UserError(f"{name}: got {url}; give the server's name in place of HOST")
 
 
-def left_out(config: Config) -> Iterator[str]:
-    """Yield a line for each setting without effect, such as an environment of no domain."""
+def left_out(config: Config) -> list[str]:
+    """Return a line for each setting without effect, such as an environment of no domain."""
+    data = config.data
     run = config.run
     is_trained = config.grpo.use_grpo
-    if run.push_to_hub and not is_trained:
-        yield "push_to_hub: nothing is trained, so nothing is uploaded"
-    if run.keep_best and not is_trained:
-        yield "keep_best: nothing is trained, so there is no checkpoint to keep"
-    if config.rft.rft_rounds and not is_trained:
-        yield "rft_rounds: nothing is trained, so there is no rejection fine-tuning"
-    if run.hub_model_id and not run.push_to_hub and is_trained:
-        yield "hub_model_id: has no effect without push_to_hub"
-    domains = config.data.domains
-    data = config.data
-    for name in ("tau2_reward", "tau2_refuel_consent") if data.tau2 is None else ():
-        if getattr(data, name) != type(data).model_fields[name].default:
-            yield f"{name}: has no effect without tau2"
-    if data.skip_long_tasks and not (data.tasks or data.eval_tasks):
-        yield "skip_long_tasks: has no effect without tasks or eval_tasks"
-    for name in config.data.environments:
-        if name not in domains:
-            yield f"environments: {name} is not used; add {name} to domains {','.join(domains)}"
+    untrained = "nothing is trained, so"
+    rows: Rows = [
+        (
+            run.push_to_hub and not is_trained,
+            f"push_to_hub: {untrained} nothing is uploaded",
+        ),
+        (
+            run.keep_best and not is_trained,
+            f"keep_best: {untrained} there is no checkpoint to keep",
+        ),
+        (
+            config.rft.rft_rounds > 0 and not is_trained,
+            f"rft_rounds: {untrained} there is no rejection fine-tuning",
+        ),
+        (
+            run.hub_model_id is not None and not run.push_to_hub and is_trained,
+            "hub_model_id: has no effect without push_to_hub",
+        ),
+        (
+            data.tau2 is None and data.tau2_reward != "verifiable",
+            "tau2_reward: has no effect without tau2",
+        ),
+        (
+            data.tau2 is None and not data.tau2_refuel_consent,
+            "tau2_refuel_consent: has no effect without tau2",
+        ),
+        (
+            data.skip_long_tasks and not (data.tasks or data.eval_tasks),
+            "skip_long_tasks: has no effect without tasks or eval_tasks",
+        ),
+    ]
+    used = ",".join(data.domains)
+    rows += [
+        (
+            name not in data.domains,
+            f"environments: {name} is not used; add {name} to domains {used}",
+        )
+        for name in data.environments
+    ]
+    return [line for has_no_effect, line in rows if has_no_effect]
 
 
-def _model(config: Config) -> Iterator[str]:
-    attention = config.model.attn_implementation
-    if config.model.model == "tiny" and attention not in ("sdpa", "eager"):
-        yield f"attn_implementation: got {attention!r}; give sdpa or eager to the tiny model"
-
-
-def _environments(config: Config) -> Iterator[str]:
-    taken = {*EMBEDDED_DOMAINS, *RESERVED_NAMES}  # in lower case: some file systems ignore the case
+def _environments(config: Config) -> Rows:
+    taken = {*EMBEDDED_DOMAINS, *RESERVED_NAMES}
+    rows: Rows = []
     for name, setting in config.data.own_domains.items():
-        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}", name):
-            hint = "use letters, digits, _ and - only, at most 64"
-            yield f"environments: got the name {name[:100]!r}; {hint}"
-        if name.lower() in taken or name.lower().startswith(("evaluation-", "rft-")):
-            yield f"environments: got {name}, which is taken; choose another name"
-        taken.add(name.lower())
-        if not IMPORT_STRING.fullmatch(setting.factory):
-            hint = "write module:Class, such as my_pkg.bank:BankEnvironment"
-            yield f"environments: got {name}: {setting.factory!r}; {hint}"
+        lower = name.lower()  # some file systems ignore the case
+        rows += [
+            (
+                not DOMAIN_NAME.fullmatch(name),
+                f"environments: got the name {name[:100]!r}; use letters, digits, _ and - only, at "
+                "most 64",
+            ),
+            (
+                lower in taken or lower.startswith(("evaluation-", "rft-")),
+                f"environments: got {name}, which is taken; choose another name",
+            ),
+            (
+                not IMPORT_STRING.fullmatch(setting.factory),
+                f"environments: got {name}: {setting.factory!r}; write module:Class, such as "
+                "my_pkg.bank:BankEnvironment",
+            ),
+        ]
+        taken.add(lower)
+    return rows
 
 
-def _endpoints(config: Config) -> Iterator[str]:
+def _endpoints(config: Config) -> Rows:
     data = config.data
-    evaluation = config.evaluation
-    given = f"with customer {data.customer}"
-    remedy = "give customer llm"
-    yield from _endpoint(data, "customer", data.customer == "llm", given, remedy)
-    is_judged = data.judge_url is not None
-    given = "without judge_url"
-    yield from _endpoint(data, "judge", is_judged, given, "give judge_url")
+    rows: Rows = []
+    for section, role in ROLES:
+        settings = getattr(config, section)
+        if role == "customer":
+            is_called = data.customer == "llm"
+            given = f"with customer {data.customer}"
+            remedy = "give customer llm"
+        else:
+            is_called = getattr(settings, f"{role}_url") is not None
+            given = f"without {role}_url"
+            remedy = f"give {role}_url"
+        rows += _called(settings, role) if is_called else _unused(settings, role, given, remedy)
     is_official = data.tau2 is not None and data.tau2_reward == "official"
-    if is_judged and not (is_official or data.reward_funcs):
-        hint = "give tau2 and tau2_reward official, or a reward function that asks it"
-        yield f"judge_url: got {data.judge_url}; {hint}, or take it out"
-    is_agent = evaluation.agent_url is not None
-    given = "without agent_url"
-    yield from _endpoint(evaluation, "agent", is_agent, given, "give agent_url")
+    scripted = [name for name in data.domains if name in ("airline", "retail")]
+    return [
+        *rows,
+        (
+            data.judge_url is not None and not (is_official or data.reward_funcs),
+            f"judge_url: got {data.judge_url}; give tau2 and tau2_reward official, or a reward "
+            "function that asks it, or take it out",
+        ),
+        (
+            data.customer == "scripted" and (data.tau2 is None or scripted != data.domains),
+            f"customer: got scripted for {','.join(data.domains)}; it is for airline and retail "
+            "with tau2; name these domains, or give ticket or llm",
+        ),
+    ]
 
 
-def _endpoint(part: Section, role: str, is_used: bool, given: str, remedy: str) -> Iterator[str]:
-    """Yield contradictions between the settings of a language model behind an endpoint."""
-    default = type(part)()
-    url = getattr(part, f"{role}_url")
-    key = getattr(part, f"{role}_key")
-    if not is_used:
-        for name in (n for n in type(part).model_fields if f"{role}_" in n):
-            if (value := getattr(part, name)) != getattr(default, name):
-                why = f"{value}, {given}, which calls no endpoint"
-                yield f"{name}: got {why}; {remedy}, or take it out"
-        return
-    for name in (n for n in (f"{role}_url", f"{role}_model") if not getattr(part, n)):
-        who = "customer llm" if role == "customer" else f"the {role}"
-        yield f"{name}: {who} needs it; give the endpoint's URL and its model's name"
-    if mistake := mistake_of(str(url)):
-        hint = "give the base URL of an OpenAI-compatible server, such as http://HOST:8000/v1"
-        yield f"{role}_url: got {url!r}; {mistake}; {hint}"
-    if key != getattr(default, f"{role}_key") and key not in os.environ:
-        yield f"{role}_key: got {key}, which is not set; set the variable"
+def _unused(settings: Section, role: str, given: str, remedy: str) -> Rows:
+    """Return the rules for the settings of an endpoint that is not called."""
+    values = {name: value for name, value in settings if f"{role}_" in name}
+    fields = type(settings).model_fields
+    return [
+        (
+            value != fields[name].default,
+            f"{name}: got {value}, {given}, which calls no endpoint; {remedy}, or take it out",
+        )
+        for name, value in values.items()
+    ]
 
 
-def _customer(config: Config) -> Iterator[str]:
-    data = config.data
-    scripted = [n for n in data.domains if n in ("airline", "retail") and data.tau2 is not None]
-    if data.customer == "scripted" and scripted != data.domains:
-        hint = "it is for airline and retail with tau2; name these domains, or give ticket or llm"
-        yield f"customer: got scripted for {','.join(data.domains)}; {hint}"
-    if data.eval_split == "base" and data.tau2 is None:
-        yield "eval_split: got base, which the domains of tau2 have alone; give test or validation"
-    if data.eval_split == "base" and (config.grpo.use_grpo or config.is_supervised):
-        yield "eval_split: got base, which has training tasks; give it to evaluate, or give test"
+def _called(settings: Section, role: str) -> Rows:
+    """Return the rules for the settings of an endpoint that is called."""
+    url = getattr(settings, f"{role}_url")
+    model = getattr(settings, f"{role}_model")
+    key = getattr(settings, f"{role}_key")
+    usual_key = type(settings).model_fields[f"{role}_key"].default
+    needed = f"the {role} needs it; give the endpoint's URL and its model's name"
+    return [
+        (url is None, f"{role}_url: {needed}"),
+        (model is None, f"{role}_model: {needed}"),
+        (
+            not _is_base_url(str(url)),
+            f"{role}_url: got {url!r}; give the base URL of an OpenAI-compatible server, such as "
+            "http://HOST:8000/v1",
+        ),
+        (
+            key != usual_key and key not in os.environ,
+            f"{role}_key: got {key}, which is not set; set the variable",
+        ),
+    ]
 
 
-def _rewards(config: Config) -> Iterator[str]:
+def _is_base_url(url: str) -> bool:
+    found = BASE_URL.fullmatch(url)
+    return found is not None and 1 <= int(found["port"] or 80) <= 65535
+
+
+def _rewards(config: Config) -> Rows:
     functions = config.data.reward_funcs
     weights = config.data.reward_weights
-    for target in functions:
-        if not IMPORT_STRING.fullmatch(target):
-            hint = "write module:function, such as my_pkg.rewards:correct"
-            yield f"reward_funcs: got {target!r}; {hint}"
-        if functions.count(target) > 1:
-            yield f"reward_funcs: got {target} twice; take one out"
-    if weights and len(weights) != len(functions):
-        given = f"{len(weights)} weights for {len(functions)} reward_funcs"
-        yield f"reward_weights: got {given}; give one for each"
+    example = "write module:function, such as my_pkg.rewards:correct"
+    return [
+        *(
+            (not IMPORT_STRING.fullmatch(target), f"reward_funcs: got {target!r}; {example}")
+            for target in functions
+        ),
+        *(
+            (functions.count(target) > 1, f"reward_funcs: got {target} twice; take one out")
+            for target in functions
+        ),
+        (
+            bool(weights) and len(weights) != len(functions),
+            f"reward_weights: got {len(weights)} weights for {len(functions)} reward_funcs; give "
+            "one for each",
+        ),
+    ]
 
 
-def _names(config: Config) -> Iterator[str]:
+def _names(config: Config) -> Rows:
     data = config.data
     curriculum = config.curriculum
     known = list(data.factories)
@@ -160,6 +218,7 @@ def _names(config: Config) -> Iterator[str]:
     scales = config.grpo.domain_advantage_scale
     own = "known domains, or give its class in `environments`, or its `tasks` with `reward_funcs`"
     of_run = "domains of the run, as `domains` lists them"
+    rows: Rows = []
     for setting, given, choices, kind in (
         ("domains", used, known, own),
         ("tasks", data.tasks, used, of_run),
@@ -173,80 +232,135 @@ def _names(config: Config) -> Iterator[str]:
         ("stage_steps", curriculum.stage_steps, config.stage_names, "stages"),
         ("stage_tasks", curriculum.stage_tasks, config.stage_names, "stages"),
     ):
-        for name in [*given]:
-            if name not in choices:
-                hint = f"name {kind} ({', '.join(choices)})"
-                yield f"{setting}: got {name!r}; {_example(name) if choices is known else ''}{hint}"
+        hint = f"name {kind} ({', '.join(choices)})"
+        rows += [(name not in choices, f"{setting}: got {name!r}; {hint}") for name in [*given]]
     for setting, names in (("domains", used), ("difficulties", curriculum.difficulties)):
-        if len(set(names)) < len(names):
-            yield f"{setting}: got {','.join(names)}; name each once"
+        is_double = len(set(names)) < len(names)
+        rows.append((is_double, f"{setting}: got {','.join(names)}; name each once"))
+    return rows
 
 
-def _example(name: str) -> str:
-    """Return how to use the example of a domain that is not embedded, or an empty text."""
-    file = EXAMPLES / f"{name}.py"
-    if not (name.isidentifier() and file.is_file()):
-        return ""
-    found = re.search(r"^class (\w*Environment)\b", file.read_text(encoding="utf-8"), re.MULTILINE)
-    environment = found[1] if found else "CLASS"
-    target = f"{{{name}: 'examples.{name}:{environment}'}}"
-    return f'examples/{name}.py is such a domain: --environments "{target}"; or '
-
-
-def _curriculum(config: Config) -> Iterator[str]:
+def _curriculum(config: Config) -> Rows:
     curriculum = config.curriculum
     stages = config.stage_names
-    if curriculum.order and curriculum.curriculum != "sequential":
-        given = f"{','.join(curriculum.order)} with curriculum {curriculum.curriculum}"
-        yield f"order: got {given}, whose stage holds all domains; take one of the two out"
-    if curriculum.replay + curriculum.preview >= 1:
-        given = f"{curriculum.preview:g}, with replay {curriculum.replay:g}"
-        yield f"preview: got {given}; leave groups to each stage's own domain: a sum below 1"
-    for domain, shares in curriculum.family_shares.items():
-        if (total := sum(shares.values())) > 1 + 1e-9:
-            yield f"family_shares: {domain}: got the sum {total:g}; give at most 1"
-    if both := curriculum.stage_steps.keys() & curriculum.stage_tasks:
-        yield f"stage_tasks: got {min(both)}, as stage_steps has; give one"
-    if curriculum.plateau_patience and not config.evaluation.validation_steps:
-        yield "plateau_patience: give validation_steps more than 0, or take it out"
-    if doubles := [name for name in stages if stages.count(name) > 1]:
-        yield f"order: two stages are called {doubles[0]}; rename that domain"
+    return [
+        (
+            bool(curriculum.order) and curriculum.curriculum != "sequential",
+            f"order: got {','.join(curriculum.order)} with curriculum {curriculum.curriculum}, "
+            "whose stage holds all domains; take one of the two out",
+        ),
+        (
+            curriculum.replay + curriculum.preview >= 1,
+            f"preview: got {curriculum.preview:g}, with replay {curriculum.replay:g}; leave groups "
+            "to each stage's own domain: a sum below 1",
+        ),
+        *(
+            (
+                sum(shares.values()) > 1 + 1e-9,
+                f"family_shares: {domain}: got the sum {sum(shares.values()):g}; give at most 1",
+            )
+            for domain, shares in curriculum.family_shares.items()
+        ),
+        *(
+            (
+                stage in curriculum.stage_steps,
+                f"stage_tasks: got {stage}, as stage_steps has; give one",
+            )
+            for stage in curriculum.stage_tasks
+        ),
+        (
+            curriculum.plateau_patience > 0 and not config.evaluation.validation_steps,
+            "plateau_patience: give validation_steps more than 0, or take it out",
+        ),
+        *(
+            (
+                stages.count(stage) > 1,
+                f"order: two stages are called {stage}; rename that domain",
+            )
+            for stage in stages
+        ),
+    ]
 
 
-def _loss(config: Config) -> Iterator[str]:
+def _loss(config: Config) -> Rows:
     grpo = config.grpo
-    high = config.grpo.upper_clip
-    is_cispo = config.grpo.loss_type == "cispo"
-    if high < grpo.epsilon:
-        yield f"epsilon_high: got {high}, below epsilon {grpo.epsilon}; give epsilon, more, or null"
-    if is_cispo and high < 1:
-        yield f"epsilon_high: got {high}, the largest ratio of cispo; give 1 or more, such as 5"
-    if grpo.delta is not None and is_cispo:
-        yield "delta: not used by loss_type cispo; take it out"
-    if grpo.delta is not None and grpo.delta <= 1 + high:
-        yield f"delta: got {grpo.delta}; give more than 1 + epsilon_high, {1 + high}"
-    if grpo.dynamic_sampling and not grpo.drop_zero_std_groups:
-        yield "drop_zero_std_groups: false contradicts dynamic_sampling; take one of the two out"
-    if grpo.scale_lr != "none" and grpo.reference_tasks_per_step is None:
-        hint = "give the tasks_per_step that learning_rate was chosen for"
-        yield f"scale_lr: got {grpo.scale_lr} without reference_tasks_per_step; {hint}"
+    high = grpo.upper_clip
+    is_cispo = grpo.loss_type == "cispo"
+    return [
+        (
+            high < grpo.epsilon,
+            f"epsilon_high: got {high}, below epsilon {grpo.epsilon}; give epsilon, more, or null",
+        ),
+        (
+            is_cispo and high < 1,
+            f"epsilon_high: got {high}, the largest ratio of cispo; give 1 or more, such as 5",
+        ),
+        (
+            is_cispo and grpo.delta is not None,
+            "delta: not used by loss_type cispo; take it out",
+        ),
+        (
+            grpo.delta is not None and grpo.delta <= 1 + high,
+            f"delta: got {grpo.delta}; give more than 1 + epsilon_high, {1 + high}",
+        ),
+        (
+            grpo.dynamic_sampling and not grpo.drop_zero_std_groups,
+            "drop_zero_std_groups: false contradicts dynamic_sampling; take one of the two out",
+        ),
+        (
+            grpo.scale_lr != "none" and grpo.reference_tasks_per_step is None,
+            f"scale_lr: got {grpo.scale_lr} without reference_tasks_per_step; give the "
+            "tasks_per_step that learning_rate was chosen for",
+        ),
+    ]
 
 
-def _run(config: Config) -> Iterator[str]:
+def _run(config: Config) -> Rows:
+    data = config.data
     rollout = config.rollout
     run = config.run
-    if rollout.max_tokens <= rollout.max_tokens_per_turn:
-        given = f"{rollout.max_tokens}, with max_tokens_per_turn {rollout.max_tokens_per_turn}"
-        yield f"max_tokens: got {given}; give an episode (prompt included) more than one turn"
-    if rollout.max_repeated_calls == 1:
-        yield "max_repeated_calls: got 1, which ends all episodes at a call; give 2 or more, or 0"
+    attention = config.model.attn_implementation
     num_steps = config.grpo.max_steps if config.grpo.use_grpo else 0
-    if late := [step for step in run.profile if step > num_steps]:
-        yield f"profile: got step {late[0]}, but {num_steps} are trained; name steps from 1 on"
-    if run.keep_best and not config.evaluation.validation_steps:
-        yield "keep_best: needs validations; give validation_steps more than 0, or take it out"
-    if run.push_to_hub and run.hub_model_id is None:
-        yield "push_to_hub: needs the repository; give hub_model_id, NAME or ORGANISATION/NAME"
-    if not run.doctor and run.timeout <= rollout.call_timeout:
-        given = f"{run.timeout:g}, with call_timeout {rollout.call_timeout:g}"
-        yield f"timeout: got {given}; give more than the longest call of an environment"
+    return [
+        (
+            config.model.model == "tiny" and attention not in ("sdpa", "eager"),
+            f"attn_implementation: got {attention!r}; give sdpa or eager to the tiny model",
+        ),
+        (
+            data.eval_split == "base" and data.tau2 is None,
+            "eval_split: got base, which the domains of tau2 have alone; give test or validation",
+        ),
+        (
+            data.eval_split == "base" and (config.grpo.use_grpo or config.is_supervised),
+            "eval_split: got base, which has training tasks; give it to evaluate, or give test",
+        ),
+        (
+            rollout.max_tokens <= rollout.max_tokens_per_turn,
+            f"max_tokens: got {rollout.max_tokens}, with max_tokens_per_turn "
+            f"{rollout.max_tokens_per_turn}; give an episode (prompt included) more than one turn",
+        ),
+        (
+            rollout.max_repeated_calls == 1,
+            "max_repeated_calls: got 1, which ends all episodes at a call; give 2 or more, or 0",
+        ),
+        *(
+            (
+                step > num_steps,
+                f"profile: got step {step}, but {num_steps} are trained; name steps from 1 on",
+            )
+            for step in run.profile
+        ),
+        (
+            run.keep_best and not config.evaluation.validation_steps,
+            "keep_best: needs validations; give validation_steps more than 0, or take it out",
+        ),
+        (
+            run.push_to_hub and run.hub_model_id is None,
+            "push_to_hub: needs the repository; give hub_model_id, NAME or ORGANISATION/NAME",
+        ),
+        (
+            not run.doctor and run.timeout <= rollout.call_timeout,
+            f"timeout: got {run.timeout:g}, with call_timeout {rollout.call_timeout:g}; give more "
+            "than the longest call of an environment",
+        ),
+    ]

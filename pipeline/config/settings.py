@@ -5,12 +5,11 @@ settings.
 """
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 from pydantic.types import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
-
-from pipeline.config.section import Section, Share, ShareBelowOne, Text, Weights, field
+from pydantic_core import PydanticCustomError
 
 DEFAULT_DOMAINS = ["airline", "retail", "telecom"]
 EMBEDDED_DOMAINS = {  # the environment class of each domain, as `module:Class`
@@ -27,6 +26,29 @@ Difficulty = Literal["easy", "medium", "hard"]
 Curriculum = Literal["sequential", "mixed", "interleaved"]
 LossType = Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo"]
 RatioLevel = Literal["token", "sequence"]
+Share = Annotated[float, Field(ge=0, le=1)]
+ShareBelowOne = Annotated[float, Field(ge=0, lt=1)]
+Text = Annotated[str, Field(min_length=1)]
+Weights = dict[str, PositiveFloat]
+
+
+def field(default: Any, description: str, **limits: Any) -> Any:
+    return Field(default, description=description, **limits)
+
+
+class Section(BaseModel):
+    """A group of immutable, validated settings. Unknown names of settings are refused."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _refuse_conversions(cls, value: Any, info: ValidationInfo) -> Any:
+        """Refuse empty text, and true or false for a number, because pydantic reads true as 1."""
+        is_switch = cls.model_fields[str(info.field_name)].annotation is bool
+        if value == "" or (isinstance(value, bool) and not is_switch):
+            raise PydanticCustomError("not_converted", "Input should not be empty, true or false")
+        return value
 
 
 class ModelSettings(Section):

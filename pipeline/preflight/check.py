@@ -4,7 +4,6 @@ import os
 import shutil
 from collections import Counter
 from collections.abc import Iterator
-from copy import copy
 from dataclasses import replace
 from typing import Any
 
@@ -18,7 +17,7 @@ from pipeline.models.capabilities import why_generate
 from pipeline.models.fitting import fitted
 from pipeline.models.layers import recompute_layers
 from pipeline.models.loading import SHAPES, empty_model, load_folder, refuse_other_vocabulary
-from pipeline.preflight.memory import GIB, Memory, memory_of_a_rank
+from pipeline.preflight.memory import GIB, Memory
 from pipeline.preflight.prepare import Prepared, prepare
 
 
@@ -26,46 +25,15 @@ def validate(config: Config) -> Prepared:
     """Check the settings, tasks, model and memory of a run, on every rank. Raises UserError."""
     parts = prepare(config)
     _, notes = check_model(config, parts)
-    if os.environ.get("RANK", "0") == "0":
-        lines = [f"note: {note}" for note in parts.notes]
-        lines += [f"warning: {warning}" for warning in (*left_out(config), *parts.warnings, *notes)]
-        print("\n".join(lines), end="\n" * bool(lines), flush=True)
+    lines = [f"note: {note}" for note in parts.notes]
+    lines += [f"warning: {warning}" for warning in (*left_out(config), *parts.warnings, *notes)]
     memory = Memory(config, parts.tokenizer, parts.longest_prompts())
-    refuse_full_disk(memory)
-    memory, notes = with_episodes_that_fit(memory)
+    lines += memory.lower_episodes()
     if os.environ.get("RANK", "0") == "0":
-        print("\n".join(notes), end="\n" * bool(notes), flush=True)
-    refuse_lack_of_memory(memory)
+        print("".join(f"{line}\n" for line in lines), end="", flush=True)
+    refuse_full_disk(memory)
+    memory.refuse_lack()
     return replace(parts, episodes_at_once=memory.config.rollout.max_concurrent_episodes)
-
-
-def with_episodes_that_fit(memory: Memory) -> tuple[Memory, list[str]]:
-    """Return the memory of a run with as many episodes at once as fit, and a note if these are few.
-
-    Only the run itself plays fewer: the saved settings stay, so a resume elsewhere may play more.
-    """
-    limits = memory.config.rollout
-    most = memory.episodes_at_once
-    if most == limits.max_concurrent_episodes:
-        return memory, []
-    wanted = min(limits.max_concurrent_episodes, memory.episodes(memory.config))
-    rollout = limits.model_copy(update={"max_concurrent_episodes": most})
-    lowered = copy(memory)
-    lowered.config = memory.config.model_copy(update={"rollout": rollout})
-    return lowered, [f"note: {most:,} of {wanted:,} episodes at once, as many as fit into memory"]
-
-
-def refuse_lack_of_memory(memory: Memory) -> None:
-    """Raise UserError if the run needs more memory than a rank has here."""
-    need = memory.need()
-    have = memory_of_a_rank(memory.config)
-    if need > have:
-        terms = " + ".join(f"{name} {size / GIB:.1f}" for name, size in memory.terms().items())
-        raise UserError(
-            f"memory: each rank needs {need / GIB:.1f} GiB ({terms}; of cache and activations the "
-            f"larger) and has {have / GIB:.1f}; lower max_tokens or max_tokens_per_microbatch, set "
-            "use_peft or shard_optimizer, or take a smaller model or larger GPUs"
-        )
 
 
 def main(config: Config, *, measures: bool = False) -> int:
@@ -93,12 +61,11 @@ def main(config: Config, *, measures: bool = False) -> int:
     lines += [f"warning: {warning}" for warning in (*left_out(config), *parts.warnings)]
     memory = Memory(config, parts.tokenizer, parts.longest_prompts())
     if memory.is_here:
-        memory, notes = with_episodes_that_fit(memory)
-        lines += notes
-    print("\n".join([*lines, *_plan(config, parts), *_table(memory)]), flush=True)
+        lines += memory.lower_episodes()
+    print("\n".join([*lines, *_plan(config, parts), "", *memory.table()]), flush=True)
     if memory.is_here:
         refuse_full_disk(memory)
-        refuse_lack_of_memory(memory)
+        memory.refuse_lack()
     if measures:
         from pipeline.preflight.measure import measured  # whose imports take a second
 
@@ -195,15 +162,3 @@ def _plan(config: Config, parts: Prepared) -> Iterator[str]:
     for domain, tasks in parts.train.items():
         text = parts.tokenizer.decode(parts.prompt_ids(domain, tasks[0]))
         yield printable(f"\n--- a prompt of {domain} ({tasks[0].id}) ---\n{text}")
-
-
-def _table(memory: Memory) -> Iterator[str]:
-    """Yield the lines of the table of memory."""
-    yield "\nmemory per rank, estimated, in GiB"
-    yield from (f"  {name:<34}{size / GIB:>12.2f}" for name, size in memory.terms().items())
-    need = memory.need()
-    have = memory_of_a_rank(memory.config)
-    yield f"  {'sum, with the larger of the last two':<34}{need / GIB:>12.2f}"
-    fits = "fits" if need <= have else "does not fit: a run would be refused here"
-    yield f"  of {have / GIB:.1f} GiB that a rank has here: {fits}"
-    yield f"  {memory.bounds()}"

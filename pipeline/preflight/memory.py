@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from pipeline.config.settings import SINGLE_TURN, Config
+from pipeline.errors import UserError
 from pipeline.grpo.token_logprobs import LOGITS_PER_CHUNK
 from pipeline.models import lora
 from pipeline.models.capabilities import widest
@@ -101,34 +102,51 @@ class Memory:
         terms = self.terms(config)
         return sum(terms.values()) - min(terms[CACHE], terms.get(ACTIVATIONS, 0.0))
 
-    def largest(self) -> tuple[str, float]:
-        return "run", self.need()
+    def lower_episodes(self) -> list[str]:
+        """Let as many episodes at once play as fit; return a note if these are fewer than asked.
 
-    def bounds(self) -> str:
-        """Say the longest context and the most concurrent episodes that fit into `have`."""
-        limits = self.config.rollout
-        episodes = min(limits.max_concurrent_episodes, self.episodes(self.config))
-        longest = self.most("max_tokens", LONGEST)
-        most = self.most("max_concurrent_episodes", self.episodes(self.config))
-        where = f"into {self.have / GIB:.1f} GiB"
-        if self._is_away:
-            where += f" (a GPU of {self.have / 1e9:.0f} GB)"
-        return (
-            f"{where} fit max_tokens {longest:,} with {episodes:,} episodes at once, or {most:,} "
-            f"of {self.episodes(self.config):,} episodes at once with max_tokens "
-            f"{limits.max_tokens:,}"
-        )
-
-    @cached_property
-    def episodes_at_once(self) -> int:
-        """`max_concurrent_episodes`, or as many of them as fit into `have` if these are fewer.
-
-        If not even one fits, it stays what it is: another setting must change.
+        Only the run itself plays fewer: the saved settings stay, so a resume elsewhere may play
+        more. If not even one fits, nothing changes: another setting must change.
         """
-        given = self.config.rollout.max_concurrent_episodes
-        if self.need() <= self.have:
-            return given
-        return self.most("max_concurrent_episodes", min(given, self.episodes(self.config))) or given
+        limits = self.config.rollout
+        wanted = min(limits.max_concurrent_episodes, self.episodes(self.config))
+        most = self.most("max_concurrent_episodes", wanted)
+        if most in (0, wanted):
+            return []
+        rollout = limits.model_copy(update={"max_concurrent_episodes": most})
+        self.config = self.config.model_copy(update={"rollout": rollout})
+        return [f"note: {most:,} of {wanted:,} episodes at once, as many as fit into memory"]
+
+    def refuse_lack(self) -> None:
+        """Raise UserError if the run needs more memory than a rank has."""
+        need = self.need()
+        if need > self.have:
+            terms = " + ".join(f"{name} {size / GIB:.1f}" for name, size in self.terms().items())
+            raise UserError(
+                f"memory: each rank needs {need / GIB:.1f} GiB ({terms}; of cache and activations "
+                f"the larger) and has {self.have / GIB:.1f}; lower max_tokens or "
+                "max_tokens_per_microbatch, set use_peft or shard_optimizer, or take a smaller "
+                "model or larger GPUs"
+            )
+
+    def table(self) -> list[str]:
+        """Return the terms as lines, and the most tokens and episodes that fit."""
+        limits = self.config.rollout
+        need = self.need()
+        all_episodes = self.episodes(self.config)
+        episodes = min(limits.max_concurrent_episodes, all_episodes)
+        longest = self.most("max_tokens", LONGEST)
+        most = self.most("max_concurrent_episodes", all_episodes)
+        where = "on a GPU of another machine" if self._is_away else "here"
+        fits = "fits" if need <= self.have else "does not fit: a run would be refused"
+        return [
+            "memory per rank, estimated, in GiB",
+            *(f"  {name:<34}{size / GIB:>12.2f}" for name, size in self.terms().items()),
+            f"  {'sum, with the larger of the last two':<34}{need / GIB:>12.2f}",
+            f"  of {self.have / GIB:.1f} GiB that a rank has {where}: {fits}",
+            f"  so much fits: max_tokens {longest:,} with {episodes:,} episodes at once, or "
+            f"{most:,} of {all_episodes:,} episodes at once with max_tokens {limits.max_tokens:,}",
+        ]
 
     def most(self, name: str, high: int) -> int:
         """Return the largest value up to `high` of a setting of rollouts that fits into `have`."""

@@ -1,20 +1,23 @@
 """Preparation of a run without its model: tasks, environments, tokenizer, chat format, stages."""
 
+import json
+import sys
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from functools import partial
+from hashlib import sha256
 from itertools import islice, product
 from pathlib import Path
 from typing import Any
 
 from pipeline.chat.fitting import Needs
 from pipeline.chat.template import Chat
-from pipeline.checkpoints.run_folder import problem, resumable
-from pipeline.config.settings import Config, ModelSettings
+from pipeline.checkpoints.run_folder import hash_of, problem, resumable
+from pipeline.config.settings import Config, ModelSettings, RolloutSettings
 from pipeline.customers import check_scenarios
 from pipeline.data.curriculum import Stage, make_stages
 from pipeline.data.shares import TaskMixture, mixtures, num_drawn
-from pipeline.data.tasks import Task
+from pipeline.data.tasks import HELD_OUT, MODULE, Task
 from pipeline.environments.demonstrations import has_demonstrations, words_of_demonstrations
 from pipeline.environments.domains import Domain, generated, load_domains
 from pipeline.environments.single_turn import SingleTurnEnvironment
@@ -24,11 +27,13 @@ from pipeline.evaluation.baselines import baseline_calls
 from pipeline.files.hub import check_upload
 from pipeline.files.untrusted import shown
 from pipeline.models.loading import load_tokenizer
-from pipeline.preflight.demonstrations import check_demonstrations
-from pipeline.preflight.limits import check_limits, is_too_long, prompts_beyond
-from pipeline.preflight.made_of import hash_of_tokenizer, made_of
-from pipeline.preflight.rewards import check_reward_functions
-from pipeline.preflight.tasks import IsLong, longest_of, task_sets
+from pipeline.preflight.tasks import IsLong, TaskSets, longest_of, task_sets
+from pipeline.preflight.trials import (
+    TooLow,
+    check_demonstrations,
+    check_limits,
+    check_reward_functions,
+)
 from pipeline.sft import sources_of
 
 FEW = 100  # of fewer generated tasks, some families may have none
@@ -144,22 +149,27 @@ def prepare(config: Config, with_tiny_tokenizer: bool = False) -> Prepared:
     stages = [replace(s, family_shares=prepared.family_shares(s)) for s in prepared.stages]
     prepared = replace(prepared, stages=stages)
     # Not only those that are trained on: what has no room for a turn would count as failed.
-    asked = {
-        n: [*prepared.longest[n], *longest_of([*of.validation, *of.held_out])]
-        for n, of in sets.items()
-    }
-    first = {n: max(of, key=lambda t: len(prepared.prompt_ids(n, t))) for n, of in asked.items()}
-    prompts = {n: len(prepared.prompt_ids(n, task)) for n, task in first.items()}
-
-    def named(name: str) -> tuple[str, str]:
-        where = sets[name].where(first[name].id)
-        can_skip = where and not config.data.skip_long_tasks
-        remedy = ", or leave such rows out with --skip-long-tasks" if can_skip else ""
-        return f"task {shown(first[name].id)}{f', {where}' if where else ''}", remedy
-
-    beyond += prompts_beyond(limits, prompts, named)
+    prompts = dict[str, int]()
+    for name, of in sets.items():
+        asked = [*longest[name], *longest_of([*of.validation, *of.held_out])]
+        lengths = [len(prepared.prompt_ids(name, task)) for task in asked]
+        prompts[name] = max(lengths)
+        if is_too_long(limits, prompts[name]):
+            task = asked[lengths.index(prompts[name])]
+            where = f"task {shown(task.id)}"
+            if place := of.where(task.id):
+                where += f", {place}; --skip-long-tasks leaves such rows out"
+            turn = limits.max_tokens_per_turn
+            what = f"a prompt of {name} has {prompts[name]} tokens and a turn may take {turn}"
+            needs = {"max_tokens": prompts[name] + turn}
+            beyond.append(TooLow(f"{what} ({where})", needs, is_refused=True))
     prepared.warnings.extend(check_limits(limits, beyond, prompts))
     return prepared
+
+
+def is_too_long(limits: RolloutSettings, num_tokens: int) -> bool:
+    """Return whether a prompt of so many tokens leaves no room for a turn."""
+    return num_tokens + limits.max_tokens_per_turn > limits.max_tokens
 
 
 def long_prompts(config: Config, domain: Domain, chat: Chat) -> IsLong | None:
@@ -236,3 +246,76 @@ def _mix_families(
                 graded |= {(name, difficulty): made[difficulty] for difficulty in found}
                 train[name] = made.get("train", train[name])
     return notes
+
+
+def made_of(
+    config: Config, sets: Mapping[str, TaskSets], graded: Mapping[tuple[str, str], Iterable[Task]]
+) -> dict[str, str]:
+    """Return the SHA-256 of each thing that a run is made of, by its name.
+
+    `graded` has the training tasks of curricula with difficulties, by domain and difficulty. Of
+    code, the files of modules that settings name count, and of the modules beside them that they
+    import: not this package, and not installed ones.
+    """
+    data = config.data
+    found = {}
+    for name, of in sets.items():
+        found[f"training tasks of {name}"] = _hash_of_tasks(of.train)
+        found[f"validation tasks of {name}"] = _hash_of_tasks(of.validation)
+        found[HELD_OUT + name] = _hash_of_tasks(of.held_out)
+    for (name, difficulty), tasks in graded.items():
+        found[f"training tasks of {name} ({difficulty})"] = _hash_of_tasks(tasks)
+    for name, path in data.demonstrations.items():
+        found[f"demonstrations of {name}"] = _hash_of_files(Path(path))
+    targets = [*(of.factory for of in data.factories.values()), *data.reward_funcs]
+    for target in targets:
+        found |= _hashes_of_modules(target.partition(":")[0])
+    return found
+
+
+def _hashes_of_modules(named: str) -> dict[str, str]:
+    """Return the hash of a module's file, and of the imported files beside its package, and below.
+
+    Of an installed package, only its own files count.
+    """
+    files = {
+        name: Path(file)
+        for name, module in [*sys.modules.items()]
+        if (file := getattr(module, "__file__", None))
+        and name.partition(".")[0] != __package__.partition(".")[0]
+    }
+    if named not in files:
+        return {}
+    is_package = files[named].name == "__init__.py"
+    folder = files[named].parents[named.count(".") + is_package]  # from which it was imported
+    if folder.name == "site-packages":
+        folder /= named.partition(".")[0]
+    beside = {
+        name: file
+        for name, file in files.items()
+        if name == named
+        or (folder in file.parents and "site-packages" not in file.relative_to(folder).parts)
+    }
+    return {f"{MODULE}{name}": hash_of(file) for name, file in beside.items() if file.is_file()}
+
+
+def hash_of_tokenizer(tokenizer: Any) -> str:
+    """Return the SHA-256 of a tokenizer's words, special tokens and fitted chat template."""
+    parts = [sorted(tokenizer.get_vocab().items()), tokenizer.special_tokens_map]
+    parts.append(tokenizer.chat_template)
+    return sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
+
+
+def _hash_of_tasks(tasks: Iterable[Task]) -> str:
+    digest = sha256()
+    for task in tasks:
+        digest.update(json.dumps(astuple(task), sort_keys=True).encode())
+    return digest.hexdigest()
+
+
+def _hash_of_files(top: Path) -> str:
+    digest = sha256()
+    for file in [top] if top.is_file() else sorted(top.rglob("*")):
+        if file.is_file():
+            digest.update(f"{file.relative_to(top).as_posix()} {hash_of(file)} ".encode())
+    return digest.hexdigest()

@@ -36,7 +36,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--tasks", type=int, default=8, help="tasks of each domain")
     options = parser.parse_args(argv)
     from pipeline.checkpoints.transcripts import sampled_turns
-    from pipeline.commands.terminal import chat_of, load_rollout
+    from pipeline.commands.chat import chat_of, load_rollout
     from pipeline.environments.domains import load_domains
     from pipeline.environments.tools import tool_schemas
     from pipeline.export.checkpoint import open_checkpoint

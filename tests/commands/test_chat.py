@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from pipeline.commands.chat import main
-from pipeline.commands.terminal import Terminal, _rows, state_of
+from pipeline.commands.chat import Terminal, main, state_of
 from pipeline.config.settings import RolloutSettings
 from pipeline.embedded.retail import RetailEnvironment, generate_tasks
 from pipeline.environments.tools import run_here, started
@@ -53,7 +52,6 @@ def test_a_checkpoint_serves_the_customer_of_a_held_out_task(run, capsys):
     says(shown, "checkpoint step-000001 (step 1) of run; greedy, seed 3", "rules     airline")
     says(shown, "transfer(reason)", "database  case: asked [], transferred -", "reservations.")
     says(shown, "\ncustomer  ", "\nagent     ", "\nended     ", "\nchanged   ", "\nreward    0")
-    assert re.search(r"\n +\(the model sees 1 of these [0-9]+ lines: its template drops", shown)
     assert "\033" not in shown  # no colour outside a terminal
     assert main([run, "--domain", "airline", "--greedy", "--seed", "3"]) == 0
     assert capsys.readouterr().out == shown
@@ -62,7 +60,7 @@ def test_a_checkpoint_serves_the_customer_of_a_held_out_task(run, capsys):
 def test_a_dataset_without_tools_is_served_too(run, capsys):
     assert main([run, "--task", "19"]) == 0
     shown = capsys.readouterr().out
-    says(shown, "domain    sums, the first of sums, airline", "task      19", "customer  19 + 1")
+    says(shown, "domain    sums, of sums, airline", "task      19", "customer  19 + 1")
     assert re.search(r"\nreward    [01] \(is_right [01]\)\n", shown)
     assert "tools" not in shown and "database" not in shown
 
@@ -134,7 +132,7 @@ class Desk:
         return float(self.items["lamp"] == 0)
 
 
-def test_rules_that_the_model_sees_have_no_remark(monkeypatch, capsys):
+def test_rules_and_tools_come_first(monkeypatch, capsys):
     rules = {"role": "system", "content": "Desk of lamps."}
     asked = make_task(prompt=(rules, {"role": "user", "content": "a lamp"}))
     serve(monkeypatch, "", [say("Done.")], Desk, asked, is_human=False)
@@ -179,21 +177,9 @@ def test_a_person_who_leaves_before_the_first_message_ends_the_command(run, monk
     assert capsys.readouterr().out.endswith("\nended before the conversation did\n")
 
 
-def test_without_a_person_the_scripted_user_of_the_environment_answers(monkeypatch):
-    tasks = generate_tasks(0, 50, "train", "medium")
-    task = next(task for task in tasks if json.loads(task.payload)["answer"])
-    answer = json.loads(task.payload)["answer"]["words"]
-    script = [say("Why?"), say("Done.")]
-    trajectory = serve(monkeypatch, "", script, RetailEnvironment, task, is_human=False)
-    assert trajectory.messages[-2] == {"role": "user", "content": answer}
-
-
 def test_the_database_is_what_the_tools_see_and_not_what_is_expected():
     task = generate_tasks(0, 1, "train", "medium")[0]
     environment = run_here(started, RetailEnvironment, task.row()).environment
     state = state_of(environment)
-    assert state.keys() == {"case", "orders", "variants"}
+    assert {path.partition(".")[0] for path in state} == {"case", "orders", "variants"}
     assert state_of(type("Plain", (), {})()) == {}
-    assert list(_rows({"a": 1, "b": {"c": {"d": "-", "e": 2}, "f": 3}})) == [
-        *("a 1", "b: f 3", "b.c: d -, e 2"),
-    ]

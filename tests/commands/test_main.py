@@ -6,8 +6,7 @@ import sys
 
 import pytest
 
-from pipeline.commands.evaluate import ANEW, settings_of
-from pipeline.commands.main import COMMANDS, main
+from pipeline.commands.main import ANEW, COMMANDS, main, settings_of
 from pipeline.config.cli import parse
 from pipeline.files.console import STARTED_AS
 from tests.support import ROOT

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from examples.trl_environment import demonstration
-from pipeline.commands.make_tiny import main
+from pipeline.commands.folders import make_tiny as main
 from pipeline.config.cli import parse
 from pipeline.models.files import check_name
 from pipeline.models.loading import load_folder, load_tokenizer

@@ -2,25 +2,24 @@
 
 import ast
 import json
-import os
 import re
-import subprocess
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
 from pipeline.config.cli import flag, parse
-from pipeline.config.recipe import SETTINGS, dump, load_recipe
-from pipeline.config.settings import Config
-from pipeline.config.trl_names import instead, tables
+from pipeline.config.recipe import SETTINGS, dump, instead, load_recipe, trl_names
 from pipeline.errors import nearest
 from tests.support import ROOT
 from tests.support.messages import refusal, says
 
+
+def short(value: object) -> str:
+    return str(value)[:60]
+
+
 RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
-PER_DEVICE = ("rollout.tasks_per_step", "grpo.max_tokens_per_microbatch", "set these")
 
 
 @pytest.fixture
@@ -28,8 +27,8 @@ def recipe(tmp_path, monkeypatch):
     """Writes `own.yaml` into an otherwise empty working directory and returns its name."""
     monkeypatch.chdir(tmp_path)
 
-    def write(text: str) -> str:
-        Path("own.yaml").write_text(text)
+    def write(text: str | bytes) -> str:
+        Path("own.yaml").write_bytes(text if isinstance(text, bytes) else text.encode())
         return "own.yaml"
 
     return write
@@ -55,17 +54,6 @@ def test_no_and_dates_are_text_in_a_recipe(recipe):
     config = load_recipe(recipe("model: {mixed_precision: no}\ntracking: {run_name: 2026-11-21}"))
     assert config.model.mixed_precision == "no"
     assert config.tracking.run_name == "2026-11-21"
-
-
-@pytest.mark.parametrize("key", SETTINGS, ids=".".join)
-def test_every_setting_has_one_flag(key, capsys):
-    with pytest.raises(SystemExit):
-        parse(["--help"])
-    section, name = key
-    flag = f"--{name}".replace("_", "-")
-    if section == "warm_start":
-        flag = f"--warm-start-{name}".replace("_", "-")
-    assert f"\n  {flag}" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -108,7 +96,7 @@ def test_every_setting_has_one_flag(key, capsys):
             {"bank": "my_pkg.bank:Bank"},
         ),
     ],
-    ids=str,
+    ids=short,
 )
 def test_a_flag_sets_its_setting(argv, section, name, value):
     assert getattr(getattr(parse(argv), section), name) == value
@@ -150,7 +138,7 @@ def test_a_shipped_recipe_parses_and_survives_a_round_trip(path, tmp_path):
     assert load_recipe(written) == config
 
 
-def test_the_shipped_recipes_are_what_their_names_say():
+def test_the_shipped_recipes_are_all_here():
     assert [path.stem for path in RECIPES] == [
         "evaluate_only",
         "forgetting",
@@ -166,26 +154,30 @@ def test_the_shipped_recipes_are_what_their_names_say():
         "tau2_three_smoke",
         "three_domain_tiny",
     ]
-    assert load_recipe("three_domain_tiny").curriculum.curriculum == "sequential"
-    assert load_recipe("three_domain_tiny").curriculum.replay > 0
-    assert load_recipe("forgetting").curriculum.replay == load_recipe("forgetting").grpo.beta == 0
-    assert load_recipe("mixed").curriculum.curriculum == "mixed"
-    assert load_recipe("evaluate_only").grpo.use_grpo is False
-    assert load_recipe("tau2_telecom_tiny").data.domains == ["telecom"]
-    assert load_recipe("tau2_three_smoke").data.domains == ["airline", "retail", "telecom"]
-    qwen = load_recipe("qwen3_4b_8gpu")
-    assert (qwen.model.model, qwen.run.num_gpus) == ("Qwen/Qwen3-4B", 8)
-    assert qwen.model.chat_template_kwargs == {"enable_thinking": False}
-    assert (qwen.model.use_peft, qwen.model.lora_target_modules) == (True, ["all-linear"])
-    assert qwen.grpo.learning_rate == 1e-5
-    large, small = load_recipe("qwen3_8b_lora_8gpu"), load_recipe("qwen3_0.6b_1gpu")
-    assert large.model == qwen.model.model_copy(update={"model": "Qwen/Qwen3-8B"})
-    assert (large.rollout, large.grpo) == (qwen.rollout, qwen.grpo)
-    assert (small.model.use_peft, small.run.num_gpus) == (False, 1)
-    real = load_recipe("qwen3_4b_tau2_8gpu")
-    assert (real.model, real.run.num_gpus, real.data.customer) == (qwen.model, 8, "llm")
-    assert real.rollout.max_tokens_per_turn * real.rollout.max_turns < real.rollout.max_tokens
-    assert real.grpo.drop_zero_std_groups and sum(real.curriculum.stage_steps.values()) == 150
+
+
+@pytest.mark.parametrize(
+    ("recipe", "section", "values"),
+    [
+        ("three_domain_tiny", "curriculum", {"curriculum": "sequential", "replay": 0.3}),
+        ("forgetting", "curriculum", {"curriculum": "sequential", "replay": 0}),
+        ("forgetting", "grpo", {"beta": 0}),
+        ("mixed", "curriculum", {"curriculum": "mixed"}),
+        ("evaluate_only", "grpo", {"use_grpo": False}),
+        ("tau2_telecom_tiny", "data", {"domains": ["telecom"]}),
+        ("tau2_three_smoke", "data", {"domains": ["airline", "retail", "telecom"]}),
+        ("qwen3_4b_8gpu", "model", {"model": "Qwen/Qwen3-4B", "use_peft": True}),
+        ("qwen3_4b_8gpu", "model", {"chat_template_kwargs": {"enable_thinking": False}}),
+        ("qwen3_4b_8gpu", "run", {"num_gpus": 8}),
+        ("qwen3_8b_lora_8gpu", "model", {"model": "Qwen/Qwen3-8B", "use_peft": True}),
+        ("qwen3_0.6b_1gpu", "model", {"use_peft": False}),
+        ("qwen3_0.6b_1gpu", "run", {"num_gpus": 1}),
+        ("qwen3_4b_tau2_8gpu", "data", {"customer": "llm"}),
+    ],
+)
+def test_a_shipped_recipe_is_what_its_name_says(recipe, section, values):
+    settings = getattr(load_recipe(recipe), section)
+    assert {name: getattr(settings, name) for name in values} == values
 
 
 def test_dump_keeps_what_yaml_readers_would_take_for_something_else(tmp_path):
@@ -222,6 +214,10 @@ def test_help_groups_the_flags_and_shows_the_values_of_the_recipe(capsys):
         "run:",
         "tracking:",
     ]
+    assert {f"--{name}" for name in re.findall(r"^  --([a-z0-9-]+)", text, re.MULTILINE)} == {
+        *("--config", "--num-generations"),
+        *(flag(*key) for key in SETTINGS),
+    }
     assert "--num-generations N, --group-size N" in text
     assert (
         "--use-grpo                      train with GRPO; --no-grpo: evaluate only [true]" in text
@@ -251,8 +247,6 @@ def test_help_groups_the_flags_and_shows_the_values_of_the_recipe(capsys):
         (["--output", "x"], ("unknown flag --output;", "did you mean --output-dir?")),
         (["--resume", "latest"], ("unknown flag --resume;", "mean --resume-from-checkpoint?")),
         (["--learning", "1"], ("unknown flag --learning;", "did you mean --learning-rate?")),
-        (["--no-use-grpo"], ("unknown flag --no-use-grpo", "did you mean --no-grpo?")),
-        (["--recipe", "mixed"], ("unknown flag --recipe", "did you mean --config?")),
         (["--zzz=1"], ("unknown flag --zzz", "--help")),
         (
             ["--domains", "telecom", "airline"],
@@ -296,11 +290,20 @@ def test_help_groups_the_flags_and_shows_the_values_of_the_recipe(capsys):
             ["--config", "elsewhere/mixed.yaml", "--help"],
             ("--config: got 'elsewhere/mixed.yaml'", "forgetting", "did you mean mixed?"),
         ),
+        (["--config", "/tmp"], ("--config: got '/tmp'", "no file", "give")),
+        (["--config", "/dev/zero"], ("--config", "/dev/zero", "no file")),
+        (["--config", "x" * 5000], ("--config", "xxx...", "no file")),
+        (["--config", "https://me:my@secret@hub.example/x"], ("https://***@hub.example/x",)),
+        (["--run-name", "\udcff"], ("--run-name", "\\udcff", "Unicode")),
+        (["--tags", "hf_" + "a" * 34], ("--tags", "password or a token", "environment")),
     ],
-    ids=str,
+    ids=short,
 )
 def test_a_wrong_command_line_is_refused_in_one_line(argv, words):
-    says(refusal(parse, argv), *words)
+    line = refusal(parse, argv)
+    says(line, *words)
+    assert len(line) < 600
+    assert "secret" not in line
 
 
 @pytest.mark.parametrize(
@@ -309,10 +312,6 @@ def test_a_wrong_command_line_is_refused_in_one_line(argv, words):
         (
             ["--domains", "airline,retial"],
             ("domains: got 'retial'", "telecom", "`environments`"),
-        ),
-        (
-            ["--domains", "telecom_chat"],
-            ("examples/telecom_chat.py", "'examples.telecom_chat:TelecomChatEnvironment'}"),
         ),
         (["--domains", "retail,retail"], ("domains: got retail,retail", "each once")),
         (
@@ -395,7 +394,7 @@ def test_a_wrong_command_line_is_refused_in_one_line(argv, words):
             ("epsilon_high: got 0.28", "epsilon 0.3", "or null"),
         ),
     ],
-    ids=str,
+    ids=short,
 )
 def test_settings_that_contradict_each_other_are_refused(argv, words):
     says(refusal(parse, argv), *words)
@@ -409,14 +408,13 @@ def test_settings_that_contradict_each_other_are_refused(argv, words):
         ("zzz: {}", ("section zzz;", "--help")),
         ("beta: 0", ("section beta;", "in section grpo")),
         ("learning_rate: 1e-6", ("section learning_rate;", "in section warm_start or grpo")),
-        ("warm_start_steps: 0", ("section warm_start_steps;", "steps in section warm_start?")),
         ("grpo: {lerning_rate: 1}", ("setting grpo.lerning_rate;", "did you mean learning_rate?")),
         ("model: {max_step: 1}", ("setting model.max_step;", "max_steps in section grpo")),
         ("model: {seed: 1}", ("setting model.seed;", "in section run")),
         ("grpo: {zzz: 1}", ("setting grpo.zzz;", "--help")),
         (
             "rollout: {group_size: 8}",
-            ("setting rollout.group_size;", "did you mean num_generations?"),
+            ("group_size: called `num_generations` here",),
         ),
         ("curriculum: mixed", ("curriculum: got 'mixed'", "indented")),
         ("run: {seed: -1}", ("run.seed: got -1", "greater than or equal to 0")),
@@ -433,94 +431,64 @@ def test_settings_that_contradict_each_other_are_refused(argv, words):
         ("run: !!python/object:os.system {}", ("line 1", "constructor", "os.system", "correct")),
         ("- a", ("no mapping", "write sections")),
         ("# nothing", ("no mapping", "write sections")),
+        ("", ("no mapping", "write sections")),
+        ("run: {seed: one}", ("run.seed", "'one'", "a valid integer")),
+        ("run: {seed: 1", ("expected ',' or '}'", "correct")),
+        ("run: {seed: !!python/object/apply:os.getpid []}", ("os.getpid", "correct")),
+        ("run: {check: !!bool perhaps}", ("'perhaps'", "correct")),
+        (f"run: {{seed: {'9' * 5000}}}", ("4300 digits", "correct")),
+        ("run: {seed: 4294967296}", ("run.seed", "4294967296", "less than or equal to")),
+        ("model: {chat_template_kwargs: {a: .nan}}", ("chat_template_kwargs", "nan", "finite")),
+        (b"run: {seed: 1} # \xe9", ("utf-8", "correct")),
+        (b"\xff\xfe\x00", ("'utf-8'", "0xff", "correct")),
+        ("run: {}".encode("utf-16-le"), ("unacceptable character", "#x0000")),
+        ("#" * 70_000, ("64 KiB", "correct")),
+        ('tracking: {project: "\\ud800"}', ("tracking.project", "\\ud800", "Unicode")),
+        ('"a\\nb": 1', ("section a b", "--help")),
+        ("model: {model: 'https://me:secret@hub.example/x'}", ("password", "HF_TOKEN")),
+        ("rollout: {max_tokens: 30}", ("max_tokens", "max_tokens_per_turn 40", "one turn")),
+        (
+            "grpo: {dynamic_sampling: true, drop_zero_std_groups: false}",
+            ("drop_zero_std_groups", "dynamic_sampling", "take one"),
+        ),
+        (
+            "grpo: {loss_type: cispo, epsilon_high: 5, delta: 7}",
+            ("delta", "cispo", "take it out"),
+        ),
+        ("grpo: {scale_lr: sqrt}", ("scale_lr", "reference_tasks_per_step", "give")),
     ],
-    ids=str,
+    ids=short,
 )
 def test_a_wrong_recipe_is_refused_in_one_line(text, words, recipe):
     name = recipe(text)
-    says(refusal(parse, ["--config", name]), "own.yaml", *words)
-
-
-def test_a_file_that_is_no_text_is_refused(recipe):
-    name = recipe("")
-    Path(name).write_bytes(b"\xff\xfe\x00")
-    says(refusal(load_recipe, name), "own.yaml", "'utf-8'", "0xff", "correct")
-    Path(name).write_bytes(b"run: \x00")
-    says(refusal(load_recipe, name), "own.yaml", "unacceptable character #x0000")
+    line = refusal(parse, ["--config", name])
+    says(line, *words)
+    assert len(line) < 600
+    assert "secret" not in line
 
 
 @pytest.mark.parametrize(
-    "name",
+    ("name", "words"),
     [
-        "per_device_train_batch_size",
-        "per_device_eval_batch_size",
-        "gradient_accumulation_steps",
-        "generation_batch_size",
-        "steps_per_generation",
+        ("lr", "lr: called `learning_rate` here"),
+        ("use_lora", "use_lora: called `use_peft` here"),
+        ("bf16", "bf16: write `mixed_precision` bf16"),
+        ("vllm_mode", "vllm_mode: the pipeline has its own sampler"),
+        ("dataset_name", "write `domains` DOMAIN and `tasks` '{DOMAIN: SOURCE}'"),
+        ("steps", "write `max_steps` for GRPO, or `warm_start_steps` for the warm start"),
+        ("per_device_train_batch_size", "`tasks_per_step` groups of `num_generations`"),
+        ("gradient_accumulation_steps", "`max_tokens_per_microbatch`; set these"),
+        ("eval_steps", "set `validation_steps` for those in between"),
+        ("no_sync_ref_model", "`reference_per_stage` sets one per stage"),
+        ("warmup_steps", "set `stage_warmup_steps`"),
     ],
 )
-def test_batch_sizes_per_device_are_refused_with_the_reason(name, recipe):
+def test_a_name_of_trl_is_answered_with_what_is_here(name, words, recipe):
     flag = f"--{name.replace('_', '-')}"
-    now = ("--tasks-per-step", "--max-tokens-per-microbatch", "set these")
-    says(refusal(parse, [flag, "4"]), flag, *now)
-    says(refusal(parse, [f"--{name}=4"]), f"--{name}", *now)
-    for text in (f"grpo: {{{name}: 4}}", f"{name}: 4"):
-        says(refusal(load_recipe, recipe(text)), f"own.yaml: {name}", *PER_DEVICE)
-
-
-ANSWERS = [  # a flag of TRL, and what its error names
-    ("--lr=1e-5", "--lr is called --learning-rate here"),
-    ("--model-name-or-path", "is called --model here"),
-    ("--use_lora", "--use_lora is called --use-peft here"),
-    ("--lora-rank", "is called --lora-r here"),
-    ("--gpus", "is called --num-gpus here"),
-    ("--wandb-project", "is called --project here"),
-    ("--epsilon-low", "is called --epsilon here"),
-    ("--bf16", "--bf16: write --mixed-precision bf16"),
-    ("--fp16", "set --mixed-precision to bf16"),
-    ("--use-vllm", "--use-vllm: the pipeline has its own sampler"),
-    ("--use_vllm", "--use_vllm: the pipeline has its own sampler"),
-    ("--vllm-mode", "the pipeline has its own sampler"),
-    ("--dataset-name", "write --domains DOMAIN and --tasks '{DOMAIN: SOURCE}'"),
-    ("--num-train-epochs", "set --max-steps"),
-    ("--epochs", "set --max-steps"),
-    ("--steps", "write --max-steps for GRPO, or --warm-start-steps"),
-    ("--per-device-train-batch-size", "--tasks-per-step groups of --num-generations"),
-    ("--batch-size", "--tasks-per-step groups of --num-generations"),
-    ("--max-completion-length", "--max-tokens-per-turn"),
-    ("--max-prompt-length", "set --max-tokens of an episode with its prompt"),
-    ("--logging-steps", "see --report-to"),
-    ("--eval-strategy", "set --validation-steps"),
-    ("--eval-steps", "set --validation-steps"),
-    ("--save-strategy", "set --save-steps"),
-    ("--lora-dropout", "without dropout"),
-    ("--deepspeed", "--shard-optimizer is ZeRO stage 1"),
-    ("--optim", "the optimizer is AdamW"),
-    ("--ref-model-sync-steps", "--reference-per-stage sets one per stage"),
-    ("--no-sync-ref-model", "--reference-per-stage sets one per stage"),
-    ("--warmup-steps", "set --stage-warmup-steps"),
-    ("--lr-scheduler-type", "set --stage-lr-decay"),
-]
-
-
-@pytest.mark.parametrize(("flag", "words"), ANSWERS)
-def test_a_flag_of_trl_is_answered_with_what_is_here(flag, words):
-    line = refusal(parse, [flag])
-    says(line, flag.partition("=")[0], words)
-    assert "did you mean" not in line
-
-
-def test_a_setting_of_trl_is_answered_in_a_recipe(recipe):
-    for text, words in (
-        ("grpo: {lr: 1e-5}", "own.yaml: lr is called grpo.learning_rate here"),
-        ("grpo: {steps: 9}", "write grpo.max_steps for GRPO, or warm_start.steps for"),
-        ("evaluation: {eval_steps: 5}", "set evaluation.validation_steps for those in between"),
-        ("grpo: {sync_ref_model: true}", "grpo.reference_per_stage sets one per stage"),
-        ("grpo: {warmup_steps: 5}", "set grpo.stage_warmup_steps"),
-        ("grpo: {lr_scheduler_type: linear}", "set grpo.stage_lr_decay"),
-    ):
-        says(refusal(load_recipe, recipe(text)), words)
-    assert load_recipe(recipe("warm_start: {warmup_steps: 5}")).warm_start.warmup_steps == 5
+    for written in (flag, f"--{name}=4"):
+        says(refusal(parse, [written]), written.partition("=")[0], words.partition(": ")[2])
+    for text in (f"grpo: {{{name}: 4}}", f"{name}: {{}}"):
+        says(refusal(load_recipe, recipe(text)), f"own.yaml: {name}: ", words)
 
 
 def fields_of_trl() -> set[str]:
@@ -550,12 +518,12 @@ def test_no_setting_of_trl_is_taken_for_a_misspelling():
 
 
 def test_each_answer_names_present_settings():
-    known = {flag(*key) for key in SETTINGS}
-    for name in " ".join(name for table in tables().values() for name in table).split():
+    known = {flag(*key)[2:].replace("-", "_") for key in SETTINGS}
+    for name in " ".join(trl_names()).split():
         line = instead(f"--{name.replace('*', 'x')}")
-        flags = re.findall(r"--[a-z][a-z0-9-]*", line.partition(" ")[2])
-        assert flags or "ACCELERATE_USE_CPU" in line, line
-        assert {*flags} <= known, line
+        settings = re.findall("`(.*?)`", line)
+        assert settings or "ACCELERATE_USE_CPU" in line, line
+        assert {*settings} <= known, line
 
 
 def test_task_files_are_named_by_domain():
@@ -575,31 +543,3 @@ def test_settings_cannot_be_changed_after_parsing():
 
 
 # Surroundings
-
-
-def test_no_environment_variable_changes_anything(monkeypatch, capsys):
-    def outcome() -> tuple[Config, str]:
-        with pytest.raises(SystemExit):
-            parse(["--help"])
-        return parse([]), capsys.readouterr().out
-
-    before = outcome()
-    for section, name in SETTINGS:
-        for variable in (name, f"{section}_{name}", f"{section}__{name}", f"pipeline_{name}"):
-            monkeypatch.setenv(variable.upper(), "1")
-            monkeypatch.setenv(variable, "1")
-    monkeypatch.setenv("CONFIG", "mixed")
-    monkeypatch.setenv("COLUMNS", "40")
-    assert outcome() == before
-
-
-def test_importing_the_settings_imports_no_torch():
-    code = (
-        "import sys, pipeline.config.cli, pipeline.config.settings, pipeline.config.recipe;"
-        "print(sorted({'torch', 'transformers', 'numpy'} & set(sys.modules)))"
-    )
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
-    )
-    assert done.stdout == "[]\n"

@@ -17,9 +17,9 @@ SHOPS = {"tau2": "somewhere", "domains": ["airline", "retail"]}
     [
         ({"customer_url": "http://x"}, "customer_url: got http://x, with customer ticket, which"),
         ({"max_customer_calls": 9}, "max_customer_calls: got 9, with customer ticket"),
-        (LLM | {"customer_url": None}, "customer_url: customer llm needs it"),
-        (LLM | {"customer_model": None}, "customer_model: customer llm needs it"),
-        (LLM | {"customer_url": "host:8000"}, "customer_url: got 'host:8000'; it does not begin"),
+        (LLM | {"customer_url": None}, "customer_url: the customer needs it"),
+        (LLM | {"customer_model": None}, "customer_model: the customer needs it"),
+        (LLM | {"customer_url": "host:8000"}, "customer_url: got 'host:8000'; give the base URL"),
         (LLM | {"customer_key": "NO_SUCH_KEY"}, "customer_key: got NO_SUCH_KEY, which is not set"),
         ({"customer": "scripted"}, "customer: got scripted for airline,retail,telecom; it is for"),
         ({**SHOPS, "customer": "scripted", "tau2": None}, "customer: got scripted for airline,"),
@@ -34,34 +34,24 @@ def test_a_bad_combination_is_one_line(data, line):
 
 
 @pytest.mark.parametrize(
-    ("url", "mistake"),
+    "url",
     [
-        *(
-            (url, "does not begin with http")
-            for url in ("htp://x", "host:8000", "//x", "file:///x")
-        ),
-        *((url, "names no server") for url in ("http://", "http:/x", "https:///v1", "http://@:80")),
-        *((f"http://{host}/v1", "is no name of a server") for host in ("a..b", "1.2.3.999", "$H")),
-        *((f"http://{host}", "is no name of a server") for host in ("[::1]x", "a,b", "-a", "8000")),
-        *((f"http://x:{port}", "cannot be read") for port in ("99999", "-1", "8o", "٣", ":80")),
-        ("http://[::1", "cannot be read"),
-        *((f"http://x:{port}/v1", "from 1 to 65535") for port in ("0", "")),
-        *(
-            (url, "space or a character")
-            for url in ("http://h ost", "http://x\n", "http://a\u200b.b")
-        ),
-        *((url, "do not belong") for url in ("http://x/v1?a=b", "http://x#y")),
+        *("htp://x", "host:8000", "//x", "file:///x", "http://", "http:/x", "https:///v1"),
+        *("http://@:80", "http://a..b/v1", "http://$H/v1", "http://[::1]x", "http://a,b"),
+        *("http://-a", "http://8000", "http://x:0/v1", "http://x:99999"),
+        *("http://x:-1", "http://x:8o", "http://x:٣", "http://x::80", "http://[::1", "http://x:"),
+        *("http://h ost", "http://x\n", "http://a\u200b.b", "http://x/v1?a=b", "http://x#y"),
     ],
 )
 @pytest.mark.parametrize("role", ["customer", "judge", "agent"])
-def test_what_is_no_url_is_refused_at_the_start(role, url, mistake):
+def test_what_is_no_url_is_refused_at_the_start(role, url):
     of = {f"{role}_url": url, f"{role}_model": "m"}
     sections = {
         "customer": {"data": {**LLM, **of}},
         "judge": {"data": {**SHOPS, "tau2_reward": "official", **of}},
         "agent": {"evaluation": of},
     }
-    with pytest.raises(UserError, match=rf"^{role}_url: got .*{mistake}.*; give the base URL") as e:
+    with pytest.raises(UserError, match=f"^{role}_url: got .*; give the base URL") as e:
         check(Config(**sections[role]))
     assert "\n" not in str(e.value)
 

@@ -21,8 +21,7 @@ import psutil
 import pytest
 
 from pipeline.commands import sweep
-from pipeline.commands.evaluate import settings_of
-from pipeline.commands.main import COMMANDS, function_of, main
+from pipeline.commands.main import COMMANDS, main, settings_of
 from pipeline.config.cli import parse
 from scripts import settings_page
 from tests.support import ROOT
@@ -112,7 +111,7 @@ def flags_of_run(words: list[str]) -> list[str] | None:
 
 def help_of(name: str) -> str:
     with redirect_stdout(io.StringIO()) as said, suppress(SystemExit):
-        function_of(name)(["--help"])
+        main([name, "--help"])
     return said.getvalue()
 
 

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from pipeline.config.settings import Config
 from pipeline.distributed.ranks import Ranks
 from pipeline.grpo.collect import RolloutBatch, Sample, give_advantages
-from pipeline.preflight import check, memory
+from pipeline.preflight import memory
 from pipeline.preflight.memory import Memory
 from pipeline.train import Training
 from scripts.proofs.grid import make_trajectory
@@ -315,8 +315,7 @@ class Crowded(Unreported):
         limits = config.rollout.model_copy(update={"max_concurrent_episodes": 4})
         need = Memory(config.model_copy(update={"rollout": limits})).need()
         with pytest.MonkeyPatch.context() as patch:
-            for module in (memory, check):
-                patch.setattr(module, "memory_of_a_rank", lambda _: need)
+            patch.setattr(memory, "memory_of_a_rank", lambda _: need)
             super().__init__(config, *arguments, **further)
         print(f"at once: {self.learner.sampling.max_episodes}")
 

@@ -31,9 +31,8 @@ from pipeline.errors import UserError
 from pipeline.grpo import token_logprobs
 from pipeline.models import lora
 from pipeline.models.tiny import tiny_model
-from pipeline.preflight.demonstrations import check_demonstrations
-from pipeline.preflight.limits import check_limits
 from pipeline.preflight.prepare import prepare
+from pipeline.preflight.trials import check_demonstrations, check_limits
 from pipeline.rollout.rollout import RolloutRequest
 from pipeline.sft import IGNORED, encode, fine_tune, learning_rate_at, sft_examples, share_of
 from scripts.proofs.ranks import play_ranks

@@ -245,7 +245,10 @@ def test_a_spent_budget_is_one_line(tmp_path):
         ({"agent_model": "m"}, "agent_model: got m, without agent_url, which calls no endpoint; "),
         ({"max_agent_calls": 9}, "max_agent_calls: got 9, without agent_url"),
         ({"agent_url": "http://x"}, "agent_model: the agent needs it; give the endpoint's URL"),
-        ({"agent_url": "x", "agent_model": "m"}, "agent_url: got 'x'; it does not begin with http"),
+        (
+            {"agent_url": "x", "agent_model": "m"},
+            "agent_url: got 'x'; give the base URL of an Open",
+        ),
     ],
 )
 def test_a_bad_combination_of_settings_is_one_line(given, line):

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from pipeline.checkpoints.checkpoint import save
 from pipeline.checkpoints.run_folder import FORMAT, write_manifest
-from pipeline.commands.export import main
+from pipeline.commands.folders import export_checkpoint as main
 from pipeline.config.cli import parse
 from pipeline.config.recipe import dump, load_recipe
 from pipeline.export.card import command_of, without_places

@@ -8,7 +8,7 @@ from pathlib import Path
 import huggingface_hub.constants
 import pytest
 
-from pipeline.commands.export import main
+from pipeline.commands.folders import export_checkpoint as main
 from pipeline.config.cli import parse
 from pipeline.config.recipe import load_recipe
 from pipeline.config.rules import left_out

@@ -1,6 +1,5 @@
 """What is checked before any rank computes: `--check`, preparation, memory, the run's folder."""
 
-import json
 import re
 import shutil
 
@@ -10,20 +9,16 @@ from pipeline.checkpoints.checkpoint import TrainState, save
 from pipeline.checkpoints.run_folder import begin, check_folder, folder_of, open_folder
 from pipeline.config.recipe import load_recipe
 from pipeline.config.settings import Config, ModelSettings
-from pipeline.embedded.airline import generate_tasks
 from pipeline.environments.tools import tool_schemas
-from pipeline.errors import UserError
 from pipeline.models import lora
-from pipeline.models.loading import empty_model
 from pipeline.models.tiny import tiny_model
 from pipeline.preflight import check
 from pipeline.preflight.check import validate
 from pipeline.preflight.memory import GIB, Memory, memory_of_a_rank
 from pipeline.preflight.prepare import prepare
-from scripts.bench.common import save_tasks
 from tests.support import ROOT
 from tests.support.helpers import tokenizer
-from tests.support.messages import says
+from tests.support.messages import refusal, says
 
 RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
 QWEN = "qwen3_4b_8gpu"
@@ -31,7 +26,6 @@ QWEN = "qwen3_4b_8gpu"
 OF_OTHER_TESTS = {"three_domain_tiny", "evaluate_only", QWEN}
 OF_OTHER_TESTS |= {"qwen3_0.6b_1gpu", "qwen3_8b_lora_8gpu"}
 OF_OTHER_TESTS |= {"tau2_telecom_tiny", "tau2_three_smoke", "qwen3_4b_tau2_8gpu"}
-OTHER_RECIPES = [path for path in RECIPES if path.stem not in OF_OTHER_TESTS]
 
 
 @pytest.fixture(autouse=True)
@@ -46,14 +40,6 @@ def config(**sections) -> Config:
     """The defaults with few tasks, and what is given."""
     few = {"tasks_per_domain": 30, "eval_tasks_per_domain": 6}
     return Config.model_validate({**sections, "data": {**few, **sections.get("data", {})}})
-
-
-def refusal(call, *arguments) -> str:
-    with pytest.raises(UserError) as refused:
-        call(*arguments)
-    message = str(refused.value)
-    assert "\n" not in message
-    return message
 
 
 # What --check prints
@@ -79,7 +65,7 @@ def test_check_prints_what_the_tiny_recipe_would_do(capsys):
         assert re.search(rf"  {re.escape(part)}.* +\d+\.\d\d\n", said)
     assert re.search(r"  of \d+\.\d GiB that a rank has here: fits\n", said)
     assert re.search(
-        r"  into \d.* GiB fit max_tokens [\d,]+ with 512 episodes at once, or 720 of 720", said
+        r"  so much fits: max_tokens [\d,]+ with 512 episodes at once, or 720 of 720", said
     )
 
 
@@ -112,7 +98,7 @@ def test_an_evaluation_has_no_stages(capsys):
 def test_a_shipped_recipe_for_a_hub_model_is_checked_without_the_hub(capsys):
     assert check.main(load_recipe(QWEN)) == 0
     said = capsys.readouterr().out
-    assert "that a rank has here" in said
+    assert "  of 74.5 GiB that a rank has on a GPU of another machine: fits\n" in said
     assert said.startswith("recipe qwen3_4b_8gpu: model Qwen/Qwen3-4B\n")
     assert re.search(r"  weights \(bf16\) +7\.49\n", said)
     assert "sampling copy" not in said
@@ -120,7 +106,7 @@ def test_a_shipped_recipe_for_a_hub_model_is_checked_without_the_hub(capsys):
     assert re.search(r"  key-value cache +36\.00\n", said)
     assert re.search(r"  sum, with the larger of the last two +46\.61\n", said)
     bounds = "max_tokens 14,540 with 32 episodes at once, or 56 of 90 episodes at once with"
-    assert f"  into 74.5 GiB (a GPU of 80 GB) fit {bounds} max_tokens 8,192\n" in said
+    assert f"  so much fits: {bounds} max_tokens 8,192\n" in said
 
 
 def test_an_unknown_hub_model_is_refused():
@@ -135,15 +121,6 @@ def test_check_writes_nothing(tmp_path, monkeypatch, capsys):
 
 
 # Memory
-
-
-def test_the_known_shape_of_qwen3_has_its_number_of_parameters():
-    model = empty_model(load_recipe(QWEN))
-    assert model.num_parameters() == 4_022_468_096
-    others = {"qwen3_0.6b_1gpu": 596_049_920, "qwen3_8b_lora_8gpu": 8_190_735_360}
-    assert {name: empty_model(load_recipe(name)).num_parameters() for name in others} == others
-    assert (model.config.num_hidden_layers, model.config.hidden_size) == (36, 2560)
-    assert {parameter.device.type for parameter in model.parameters()} == {"meta"}
 
 
 @pytest.mark.parametrize(
@@ -325,8 +302,7 @@ def test_as_many_episodes_play_at_once_as_fit(monkeypatch, capsys):
     assert validate(large).episodes_at_once == 100
     assert capsys.readouterr().out == ""
     enough = Memory(with_settings(large, rollout={"max_concurrent_episodes": 40})).need()
-    for module in ("memory", "check"):
-        monkeypatch.setattr(f"pipeline.preflight.{module}.memory_of_a_rank", lambda _: enough)
+    monkeypatch.setattr("pipeline.preflight.memory.memory_of_a_rank", lambda _: enough)
     assert validate(large).episodes_at_once == 40
     said = "note: 40 of 100 episodes at once, as many as fit into memory\n"
     assert capsys.readouterr().out == said
@@ -346,18 +322,6 @@ def test_ranks_share_the_machines_memory(monkeypatch):
 # Preparation
 
 
-def test_preparation_holds_the_tasks_of_every_split_and_the_stages():
-    parts = prepare(config(evaluation={"validation_tasks": 4}))
-    for domain in ("airline", "retail", "telecom"):
-        splits = (parts.train, parts.validation, parts.held_out)
-        assert [len(split[domain]) for split in splits] == [30, 4, 6]
-        assert parts.train[domain][0].id.startswith("train-")
-        assert parts.validation[domain][0].id.startswith("validation-")
-        assert parts.held_out[domain][0].id.startswith("test-")
-    assert [stage.name for stage in parts.stages] == ["airline", "retail", "telecom"]
-    assert sum(stage.num_steps for stage in parts.stages) == 120
-
-
 def test_the_longest_prompts_are_those_of_all_tasks():
     parts = prepare(config())
     for domain, tasks in parts.train.items():
@@ -375,24 +339,6 @@ def test_a_prompt_that_leaves_no_room_for_a_turn_is_refused():
     message = refusal(prepare, shorter)
     says(message, f"a prompt of airline has {longest} tokens", "a turn may take 40")
     says(message, f"max_tokens {longest + 40} (got {longest + 39})", "give --max-tokens ")
-
-
-def test_a_file_of_tasks_takes_the_place_of_generated_ones(tmp_path):
-    tasks, path = generate_tasks(9, 8, "train", "easy"), tmp_path / "own.jsonl"
-    save_tasks(tasks, path)
-    parts = prepare(config(data={"tasks": {"airline": str(path)}, "tasks_per_domain": 5}))
-    trained = list(parts.train["airline"])
-    assert len(trained) == 5 and trained == [task for task in tasks if task in trained]
-    assert len(parts.train["retail"]) == 5
-
-
-def test_demonstrations_are_read_before_anything_runs(tmp_path):
-    path = tmp_path / "own.jsonl"
-    path.write_text('{"messages": []')
-    data = {"demonstrations": {"airline": str(path)}}
-    message = refusal(prepare, config(data=data))
-    assert message.startswith(f"{path}, line 1: not JSON")
-    prepare(config(data=data, grpo={"use_grpo": False}))
 
 
 BANK = '''
@@ -417,8 +363,6 @@ class Bank:
 GENERATE = """
 
 def generate_tasks(seed, n, split, difficulty):
-    if n > 50:
-        raise ValueError("no more than 50 tasks exist")
     prompt = ({"role": "user", "content": "how much is on A1?"},)
     return [Task(domain="bank", id=f"{split}-{i}", prompt=prompt, payload="{}") for i in range(n)]
 """
@@ -429,13 +373,6 @@ def bank(tmp_path, monkeypatch, name, code, **data):
     monkeypatch.syspath_prepend(str(tmp_path))
     own = {"domains": ["bank"], "environments": {"bank": f"{name}:Bank"}}
     return config(data={**own, **data}, warm_start={"steps": 0})
-
-
-def test_a_domain_of_ones_own_is_prepared_and_checked(tmp_path, monkeypatch, capsys):
-    settings = bank(tmp_path, monkeypatch, "bank_to_check", BANK + GENERATE)
-    assert [task.id for task in prepare(settings).held_out["bank"]][:2] == ["test-0", "test-1"]
-    check.main(settings)
-    assert "--- a prompt of bank (train-0) ---" in capsys.readouterr().out
 
 
 def test_what_a_terminal_would_obey_is_shown_and_not_obeyed(tmp_path, monkeypatch, capsys):
@@ -450,16 +387,6 @@ def test_what_a_terminal_would_obey_is_shown_and_not_obeyed(tmp_path, monkeypatc
     assert "how much is on A1\\x1b[2J?" in said
     assert "(\\x9b2J 30)" in said
     assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f-\x9f]", said)
-
-
-def test_a_domain_of_ones_own_needs_a_generator(tmp_path, monkeypatch):
-    message = refusal(prepare, bank(tmp_path, monkeypatch, "bare_bank", BANK))
-    says(message, "bank has no generate_tasks(...) or tasks", "add generate_tasks, or give tasks")
-
-
-def test_what_a_generator_refuses_is_told(tmp_path, monkeypatch):
-    settings = bank(tmp_path, monkeypatch, "small_bank", BANK + GENERATE, tasks_per_domain=51)
-    says(refusal(prepare, settings), "tasks of bank: ", "no more than 50")
 
 
 # The run's folder
@@ -517,23 +444,3 @@ def test_a_folder_with_other_files_is_fine(tmp_path):
 def test_without_output_dir_the_folder_is_named_after_recipe_and_time():
     folder = folder_of(load_recipe("mixed"))
     assert re.fullmatch(r"runs/mixed-\d{8}-\d{6}", folder.as_posix())
-
-
-def test_resuming_needs_the_folder():
-    message = refusal(check_folder, config(run={"resume_from_checkpoint": "latest"}))
-    says(message, "resume_from_checkpoint", "give --output-dir")
-
-
-def test_a_task_file_that_its_environment_cannot_use_is_refused_by_name(tmp_path):
-    path = tmp_path / "airline.jsonl"
-    row = {"id": "a1", "prompt": [{"role": "user", "content": "hello"}], "payload": {}}
-    path.write_text(json.dumps(row) + "\n")
-    settings = config(data={"tasks": {"airline": str(path)}})
-    says(refusal(prepare, settings), str(path), "task 'a1'", "KeyError: 'database'", "mend")
-
-
-def test_a_task_file_that_holds_a_held_out_task_is_refused(tmp_path):
-    path = tmp_path / "airline.jsonl"
-    save_tasks(generate_tasks(0, 3, "test", "medium"), path)
-    settings = config(data={"tasks": {"airline": str(path)}})
-    assert "is also a held-out task" in refusal(prepare, settings)

@@ -1,0 +1,157 @@
+"""The commands that write a model's folder: `export`, `convert` and `make-tiny`."""
+
+import argparse
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from pipeline.chat.template import Chat
+from pipeline.config.cli import Parser, seed_of
+from pipeline.environments.demonstrations import (
+    Demonstration,
+    fields_of,
+    names_of,
+    read_demonstrations,
+    words_of,
+)
+from pipeline.environments.domains import Domain
+from pipeline.environments.single_turn import SingleTurnEnvironment
+from pipeline.errors import UserError
+from pipeline.export.checkpoint import open_checkpoint
+from pipeline.export.folder import base_of, export, is_portable, upload_exported, written_whole
+from pipeline.files.console import command
+from pipeline.files.hub import check_upload
+from pipeline.files.untrusted import printable, reason_of
+from pipeline.models.lora import quiet
+from pipeline.models.tiny import tiny_model, tiny_tokenizer
+from pipeline.sft import encode
+
+
+def export_checkpoint(argv: list[str]) -> int:
+    """Run `export RUN OUT`; raises UserError for a mistake of the user."""
+    about = "Writes a checkpoint of a run as a plain Hugging Face folder with a model card."
+    parser = Parser(prog=command("export"), description=about, allow_abbrev=False)
+    parser.add_argument("run", type=Path, metavar="RUN", help="folder of a run")
+    _add_out(parser)
+    parser.add_argument("--merge", action="store_true", help="merge LoRA adapters into the model")
+    about = "name of a checkpoint, latest, or best (of --keep-best) [latest]"
+    parser.add_argument("--checkpoint", default="latest", metavar="NAME", help=about)
+    about = "also upload OUT; needs a token (HF_TOKEN)"
+    parser.add_argument("--push-to-hub", metavar="REPO_ID", help=about)
+    parser.add_argument("--private", action="store_true", help="make a new repository private")
+    options = parser.parse_args(argv)
+    checkpoint = open_checkpoint(options.run, options.checkpoint)
+    repo_id = options.push_to_hub
+    if repo_id is not None:
+        check_upload(repo_id)
+        if not options.merge and not is_portable(checkpoint):
+            why = f"the adapters' base model is only here, in {base_of(checkpoint)}"
+            raise UserError(f"--push-to-hub: {why}; add --merge")
+    export(checkpoint, options.out, options.merge, repo_id)
+    files = [path for path in options.out.rglob("*") if path.is_file()]
+    size = sum(path.stat().st_size for path in files) / 1e6
+    print(f"{options.out}: {checkpoint}, {len(files)} files, {size:.1f} MB")
+    if not checkpoint.is_adapter and options.merge:
+        print("note: the checkpoint has no LoRA adapters, so --merge changes nothing")
+    elif checkpoint.is_adapter and not options.merge and not is_portable(checkpoint):
+        base = base_of(checkpoint)
+        print(f"note: the adapters need their base model, {base}; --merge writes a whole model")
+    print("README.md there is the model card", flush=True)
+    if repo_id is not None:
+        address = upload_exported(checkpoint, options.out, repo_id, options.private)
+        print(f"uploaded: {address}")
+    return 0
+
+
+def convert(argv: list[str]) -> int:
+    """Run `convert FILE OUT`; raises UserError for a mistake of the user."""
+    about = "Makes a Hugging Face folder, for the setting `model`, of a GGUF file."
+    more = "The weights become float32: what quantization rounded stays rounded. Needs `gguf`."
+    parser = Parser(prog=command("convert"), description=about, epilog=more, allow_abbrev=False)
+    parser.add_argument("file", type=Path, metavar="FILE", help="a GGUF file")
+    _add_out(parser)
+    options = parser.parse_args(argv)
+    file = options.file
+    if not file.is_file():
+        raise UserError(f"convert: got {str(file)!r}, which is no file; give a GGUF file")
+    if find_spec("gguf") is None:
+        raise UserError("convert: needs the package gguf; pip install gguf")
+    with written_whole(options.out) as writing, quiet():
+        try:
+            source = {"pretrained_model_name_or_path": file.parent, "gguf_file": file.name}
+            tokenizer = AutoTokenizer.from_pretrained(**source)
+            quantized = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
+        except Exception as error:  # transformers raises all kinds of errors for other files
+            raise UserError(f"convert: {file} cannot be read ({reason_of(error)})") from None
+        # transformers refuses to save a model that was quantized, so a new one takes its weights.
+        vars(quantized.config).pop("quantization_config", None)
+        model = type(quantized)(quantized.config)
+        model.load_state_dict(quantized.state_dict())
+        model.tie_weights()
+        model.save_pretrained(writing)
+        tokenizer.save_pretrained(writing)
+    print(f"{options.out}: {model.num_parameters() / 1e6:,.0f} M weights of {file}")
+    print(f"train it: {command('train')} --model {options.out}")
+    return 0
+
+
+def make_tiny(argv: list[str]) -> int:
+    """Run `make-tiny DEMONSTRATIONS OUT`; raises UserError for a mistake of the user."""
+    about = "Makes a tiny model and its tokenizer, with tokens for the words of demonstrations."
+    more = "OUT is a folder for the setting `model`. The weights are random."
+    parser = Parser(prog=command("make-tiny"), description=about, epilog=more, allow_abbrev=False)
+    about = "JSON Lines of conversations, as the setting `demonstrations` takes them"
+    parser.add_argument("demonstrations", type=Path, metavar="DEMONSTRATIONS", help=about)
+    _add_out(parser)
+    about = "a token for each frequent piece up to ', ', ' | ' or a line break, digits included"
+    parser.add_argument("--fields", action="store_true", help=about)
+    about = "seed of the random weights [1]"
+    parser.add_argument("--seed", type=seed_of, default=1, metavar="N", help=about)
+    options = parser.parse_args(argv)
+    demonstrations = read_demonstrations(options.demonstrations)
+    tools = _tools(demonstrations)
+    names = names_of(tools)
+    if options.fields:
+        words = [*names, *fields_of(demonstrations)]
+    else:
+        words = words_of(demonstrations, names)
+    domain = Domain(
+        name="demonstrations", environment=SingleTurnEnvironment, words=partial(list, words)
+    )
+    tokenizer = tiny_tokenizer([domain])
+    model = tiny_model(tokenizer, options.seed)
+    chat = Chat(tokenizer)
+    lengths = [len(encode(chat, d.messages, d.tools or [])["input_ids"]) for d in demonstrations]
+    if max(lengths) > (most := model.config.max_position_embeddings):
+        where = demonstrations[lengths.index(max(lengths))].where
+        raise UserError(f"{where}: has {max(lengths)} tokens, the tiny model {most}; shorten it")
+    with written_whole(options.out) as writing, quiet():
+        model.save_pretrained(writing)
+        tokenizer.save_pretrained(writing)
+    print(f"{options.out}: {model.num_parameters() / 1e6:.2f} M random parameters")
+    num_texts = len(words) - len(names)
+    told = ", ".join(tool["function"]["name"] for tool in tools) or "none"
+    print(printable(f"tools: {told}; {num_texts} frequent texts are tokens"))
+    size = f"{sorted(lengths)[len(lengths) // 2]} tokens in the median, {max(lengths)} at most"
+    print(f"{len(demonstrations)} demonstrations have {size} (max_tokens counts them)")
+    model_name = "./tiny" if str(options.out) == "tiny" else options.out  # tiny is another model
+    taken = f"--model {model_name} --demonstrations '{{DOMAIN: {options.demonstrations}}}'"
+    print(f"train it: {command('train')} --domains DOMAIN {taken}")
+    return 0
+
+
+def _tools(demonstrations: list[Demonstration]) -> list[dict[str, Any]]:
+    """Return {"function": {"name": ...}} for each tool that demonstrations list or call."""
+    listed = [tool.get("function") for d in demonstrations for tool in d.tools or ()]
+    calls = [c for d in demonstrations for m in d.messages for c in m.get("tool_calls") or ()]
+    functions = [f for f in listed if isinstance(f, dict)] + [call["function"] for call in calls]
+    names = dict.fromkeys(f["name"] for f in functions if isinstance(f.get("name"), str))
+    return [{"function": {"name": name}} for name in names]
+
+
+def _add_out(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("out", type=Path, metavar="OUT", help="new or empty folder")
