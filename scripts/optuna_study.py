@@ -5,10 +5,10 @@
 
 The search maximizes success on validation tasks, the mean over domains in the last validation of a
 run. Held-out tasks of the test split are not used. A trial gets SIGTERM if its success at a step is
-below the median of earlier trials at the step; the run then saves and ends. The same command
-continues an interrupted study, and resumes the interrupted trial from its last checkpoint. Several
-processes may share a `--storage`; each process runs one trial at a time. Flags after `--` are
-passed to every run. Needs `pip install optuna` (the extra `search`).
+below the median of earlier trials at the step; the run then saves and ends. After Ctrl-C or
+SIGTERM, the same command continues the study, and resumes the interrupted trial from its last
+checkpoint. Several processes may share a `--storage`; each process runs one trial at a time. Flags
+after `--` are passed to every run. Needs `pip install optuna` (the extra `search`).
 
 Exit codes: 0 done, 1 no trial was completed, 2 a mistake in the command, 75 interrupted.
 """
@@ -16,20 +16,16 @@ Exit codes: 0 done, 1 no trial was completed, 2 a mistake in the command, 75 int
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
-import os
 import re
 import signal
-import socket
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
-from typing import Any, NoReturn
-
-import psutil
+from typing import Any
 
 from pipeline.commands.sweep import flags_of, split_values
 from pipeline.config.cli import flag, parse
@@ -40,43 +36,22 @@ RUN = (sys.executable, str(Path(__file__).resolve().parents[1] / "pipeline" / "r
 NUMBER = r"[+-]?[0-9]*\.?[0-9]+(?:[eE][+-]?[0-9]+)?"
 POLL_S = 0.5  # seconds between reads of a run's metrics
 
-
-class RunFailed(Exception):
-    """A run that ended without a result and without a checkpoint."""
+Searches = Mapping[str, Any]  # {setting: Optuna's distribution of its values}
 
 
-@dataclass(frozen=True, kw_only=True)
-class Search:
-    """A setting with a range or a list of choices."""
-
-    name: str
-    low: float = 0.0
-    high: float = 0.0
-    is_log: bool = False
-    is_whole: bool = False
-    choices: tuple[str, ...] = ()
-
-    def suggest(self, trial: Any) -> str:
-        if self.choices:
-            return str(trial.suggest_categorical(self.name, self.choices))
-        if self.is_whole:
-            low, high = int(self.low), int(self.high)
-            return str(trial.suggest_int(self.name, low, high, log=self.is_log))
-        return repr(trial.suggest_float(self.name, self.low, self.high, log=self.is_log))
-
-    def ends(self) -> tuple[str, ...]:
-        """The two ends of a range, or all choices."""
-        ends = (self.low, self.high)
-        return self.choices or tuple(str(int(end) if self.is_whole else end) for end in ends)
-
-
-def parse_search(words: Sequence[str]) -> list[Search]:
+def parse_search(words: Sequence[str]) -> dict[str, Any]:
     """Parse `learning_rate=1e-4..1e-3:log`, `tasks_per_step=8..32` or `loss_type=dapo,grpo`.
 
     UserError for an unknown setting or a wrong range.
     """
+    from optuna.distributions import (
+        CategoricalDistribution,
+        FloatDistribution,
+        IntDistribution,
+    )
+
     known = {flag(*key)[2:].replace("-", "_"): field.annotation for key, field in SETTINGS.items()}
-    found = []
+    found: dict[str, Any] = {}
     for word in words:
         name, _, values = word.partition("=")
         if name not in known:
@@ -87,13 +62,17 @@ def parse_search(words: Sequence[str]) -> list[Search]:
         if ends is None:
             if not values or ".." in values:
                 raise UserError(f"--search: got {word!r}; write {name}=LOW..HIGH[:log] or A,B")
-            found.append(Search(name=name, choices=tuple(split_values(values))))
+            found[name] = CategoricalDistribution(split_values(values))
             continue
-        low, high, is_log = float(ends[1]), float(ends[2]), bool(ends[3])
+        low = float(ends[1])
+        high = float(ends[2])
+        is_log = bool(ends[3])
         if low >= high or (is_log and low <= 0):
             raise UserError(f"--search: got {word!r}; give LOW below HIGH, and above 0 with :log")
-        is_whole = "float" not in str(known[name])
-        found.append(Search(name=name, low=low, high=high, is_log=is_log, is_whole=is_whole))
+        if "float" in str(known[name]):
+            found[name] = FloatDistribution(low, high, log=is_log)
+        else:
+            found[name] = IntDistribution(int(low), int(high), log=is_log)
     return found
 
 
@@ -111,64 +90,38 @@ def validations(folder: Path) -> Iterator[tuple[int, float]]:
 class Study:
     """Runs the trials of an Optuna study in one folder."""
 
-    def __init__(
-        self, study: Any, folder: Path, searches: Sequence[Search], flags: Sequence[str]
-    ) -> None:
-        self.study, self.folder, self.searches, self.flags = study, folder, searches, flags
+    def __init__(self, study: Any, folder: Path, searches: Searches, flags: Sequence[str]) -> None:
+        self.study = study
+        self.folder = folder
+        self.searches = searches
+        self.flags = flags
         self.command: Sequence[str] = RUN
 
     def run(self, num_trials: int) -> None:
-        """Run trials until `--trials` trials of the study are finished."""
+        """Run trials until `num_trials` trials of the study are finished, or have failed now."""
         from optuna.trial import TrialState
 
-        self._take_back()
-        finished = (TrialState.COMPLETE, TrialState.PRUNED)
-        left = num_trials - len(self.study.get_trials(states=finished))
-        if left > 0:
-            self.study.optimize(self._play, n_trials=left, catch=(RunFailed,))
+        finished = self.study.get_trials(states=(TrialState.COMPLETE, TrialState.PRUNED))
+        for _ in range(num_trials - len(finished)):
+            trial = self.study.ask(dict(self.searches))
+            name = trial.user_attrs.get("folder", f"trial-{trial.number:04d}")
+            trial.set_user_attr("folder", name)
+            flags = flags_of({key: str(value) for key, value in trial.params.items()})
+            try:
+                said = self._play(trial, self.folder / name, flags)
+            except KeyboardInterrupt:
+                self.study.tell(trial, state=TrialState.FAIL)
+                self.study.enqueue_trial(trial.params, {"folder": name})
+                raise
+            print(f"{name}: {said}  {' '.join(flags)}", flush=True)
 
-    def _take_back(self) -> None:
-        """Queue trials again whose process on this machine was killed."""
+    def _play(self, trial: Any, folder: Path, flags: Sequence[str]) -> str:
+        """Make a run, report its validations to Optuna, and return what became of the trial."""
         from optuna.trial import TrialState
-
-        for trial in self.study.get_trials(states=(TrialState.RUNNING,)):
-            host, _, pid = trial.user_attrs.get("process", "").rpartition(":")
-            if host == socket.gethostname() and not psutil.pid_exists(int(pid)):
-                self.study.tell(trial.number, state=TrialState.FAIL)
-                self._again(trial)
-
-    def _again(self, trial: Any) -> None:
-        self.study.enqueue_trial(trial.params, {"folder": trial.user_attrs["folder"]})
-
-    def _play(self, trial: Any) -> float:
-        """Run one trial and return its success; raises TrialPruned or RunFailed."""
-        from optuna import TrialPruned
-
-        name = trial.user_attrs.get("folder", f"trial-{trial.number:04d}")
-        trial.set_user_attr("folder", name)
-        trial.set_user_attr("process", f"{socket.gethostname()}:{os.getpid()}")
-        flags = flags_of({search.name: search.suggest(trial) for search in self.searches})
-        shown, value = " ".join(flags), None
-        try:
-            value = self._watch(trial, self.folder / name, flags)
-        except TrialPruned:
-            print(f"{name}: pruned  {shown}", flush=True)
-            raise
-        except RunFailed as error:
-            print(f"{name}: {error}  {shown}", flush=True)
-            raise
-        except KeyboardInterrupt:
-            self._again(trial)
-            raise
-        print(f"{name}: success {value:.3f}  {shown}", flush=True)
-        return value
-
-    def _watch(self, trial: Any, folder: Path, flags: Sequence[str]) -> float:
-        """Run a trial, report each validation to Optuna, and return the last success."""
-        from optuna import TrialPruned
 
         words = [*self.command, *self.flags, *flags, "--output-dir", str(folder)]
-        log, seen = folder.with_suffix(".log"), dict[int, float]()
+        log = folder.with_suffix(".log")
+        seen: dict[int, float] = {}
         with log.open("ab") as file:
             process = subprocess.Popen(
                 [*words, "--resume-from-checkpoint", "auto"], stdout=file, stderr=subprocess.STDOUT
@@ -178,18 +131,23 @@ class Study:
             while not ended:
                 ended = _has_ended(process)
                 for step, success in validations(folder):
-                    if step not in seen:
-                        seen[step] = success
-                        trial.report(success, step)
-                        if trial.should_prune() and not ended:
-                            raise TrialPruned
+                    if step in seen:
+                        continue
+                    seen[step] = success
+                    trial.report(success, step)
+                    if trial.should_prune() and not ended:
+                        self.study.tell(trial, state=TrialState.PRUNED)
+                        return "pruned"
         finally:  # A run saves a checkpoint on SIGTERM.
             if process.poll() is None:
                 process.terminate()
                 process.wait()
         if process.returncode or not seen:
-            raise RunFailed(f"failed with exit code {process.returncode}, see {log}")
-        return seen[max(seen)]
+            self.study.tell(trial, state=TrialState.FAIL)
+            return f"failed with exit code {process.returncode}, see {log}"
+        value = seen[max(seen)]
+        self.study.tell(trial, value)
+        return f"success {value:.3f}"
 
 
 def _has_ended(process: subprocess.Popen[bytes]) -> bool:
@@ -202,30 +160,31 @@ def _has_ended(process: subprocess.Popen[bytes]) -> bool:
 
 
 def main(argv: list[str]) -> int:
-    place = argv.index("--") if "--" in argv else len(argv)
-    options = parser().parse_args(argv[:place])
-    flags = ["--config", options.recipe, "--report-to", "none", *argv[place + 1 :]]
+    options = parser().parse_args(argv)
+    flags = ["--config", options.recipe, "--report-to", "none", *options.passed_on]
     try:
+        if importlib.util.find_spec("optuna") is None:
+            raise UserError("optuna: not installed; pip install optuna")
         searches = parse_search(options.search)
         _check(searches, flags)
-        study = _open(options)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    signal.signal(signal.SIGTERM, _interrupt)
+    study = _open(options)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         Study(study, options.output_dir, searches, flags).run(options.trials)
     except KeyboardInterrupt:
         print("interrupted; the same command goes on", file=sys.stderr)
         return INTERRUPTED
-    return _tell_best(study, searches)
+    return _tell_best(study)
 
 
-def _check(searches: Sequence[Search], flags: Sequence[str]) -> None:
-    """Check the flags of all runs before the first run."""
-    for search in searches:
-        for value in search.ends():
-            parse([*flags, *flags_of({search.name: value})])
+def _check(searches: Searches, flags: Sequence[str]) -> None:
+    """Check the flags of all runs, with the ends of each range and all choices."""
+    for name, values in searches.items():
+        for value in getattr(values, "choices", None) or (values.low, values.high):
+            parse([*flags, *flags_of({name: str(value)})])
     config = parse(list(flags))
     every = config.evaluation.validation_steps
     if not 0 < every <= config.grpo.max_steps:
@@ -236,11 +195,9 @@ def _check(searches: Sequence[Search], flags: Sequence[str]) -> None:
 
 
 def _open(options: argparse.Namespace) -> Any:
-    """Load or create the study in its storage; UserError if Optuna is not installed."""
-    try:
-        import optuna
-    except ImportError:
-        raise UserError("optuna: not installed; pip install optuna") from None
+    """Load or create the study in its storage."""
+    import optuna
+
     options.output_dir.mkdir(parents=True, exist_ok=True)
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     path = (options.output_dir / "study.db").resolve()
@@ -256,18 +213,14 @@ def _open(options: argparse.Namespace) -> Any:
     return study
 
 
-def _interrupt(*_: Any) -> NoReturn:
-    raise KeyboardInterrupt
-
-
-def _tell_best(study: Any, searches: Sequence[Search]) -> int:
+def _tell_best(study: Any) -> int:
     from optuna.trial import TrialState
 
     if not study.get_trials(states=(TrialState.COMPLETE,)):
         print("no trial was completed", file=sys.stderr)
         return 1
     best = study.best_trial
-    flags = flags_of({search.name: str(best.params[search.name]) for search in searches})
+    flags = flags_of({name: str(value) for name, value in best.params.items()})
     print(f"best: {best.user_attrs['folder']}, success {best.value:.3f}: {' '.join(flags)}")
     return 0
 
@@ -284,6 +237,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--output-dir", type=Path, default=Path("runs/study"))
     made.add_argument("--storage", help="missing: sqlite, study.db in the output folder")
     made.add_argument("--study-name", default="search")
+    made.add_argument("passed_on", nargs="*", help="after --: flags of every run")
     return made
 
 

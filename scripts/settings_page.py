@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +71,8 @@ def _section(section: str) -> str:
     lines = [head, "| flag | value | default | what it sets |", "| --- | --- | --- | --- |"]
     for name, setting in type(default).model_fields.items():
         action = ACTIONS[f"{section}.{name}"]
-        value, other = getattr(default, name), getattr(shipped, name)
+        value = getattr(default, name)
+        other = getattr(shipped, name)
         shown = _shown(value) + (f"; recipe: {_shown(other)}" if other != value else "")
         flags = [option for option in action.option_strings if not option.startswith("--no-")]
         kind = _names((action.metavar or "").replace("|", " ")) or "switch"
@@ -87,34 +89,49 @@ def _shown(value: Any) -> str:
     return f"`{json.dumps(value) if isinstance(value, bool | dict) else value}`"
 
 
+def _rows(rows: Iterable[tuple[str, str]]) -> str:
+    return "\n".join(f"| {name} | {about} |" for name, about in rows)
+
+
 def _variables() -> str:
     text = (ROOT / "scripts" / "run_ddp.sh").read_text(encoding="utf-8")
     found = re.findall(r"^(\w+)=\$\{\1:-\} *(?:# (.*))?$", text, re.MULTILINE)
-    lines = ["## Variables of `scripts/run_ddp.sh`\n"]
-    example = "`MAX_STEPS=20 SEED=2 bash scripts/run_ddp.sh`"
-    lines.append(f"Set them in the environment: {example}. Further flags go to the run.\n")
-    lines += ["| variable | what it sets |", "| --- | --- |"]
-    lines += [f"| `{name}` | {about or 'the seed'} |" for name, about in found]
-    lines.append("\n## Environment variables\n")
-    lines += ["| variable | what it does |", "| --- | --- |"]
-    lines += [f"| {name} | {about} |" for name, about in VARIABLES.items()]
-    lines.append("\nVariables that would change the results are refused, unless they are off:\n")
-    lines += [f"- `{name}`" for name in REFUSED]
-    unreadable = (
-        "A variable that a library cannot read, such as `TORCH_LOGS=banana`, is named in one line."
-    )
-    lines.append(f"\n{unreadable}")
-    return "\n".join([*lines, ""])
+    refused = "\n".join(f"- `{name}`" for name in REFUSED)
+    return f"""\
+## Variables of `scripts/run_ddp.sh`
+
+Set them in the environment: `MAX_STEPS=20 SEED=2 bash scripts/run_ddp.sh`. \
+Further flags go to the run.
+
+| variable | what it sets |
+| --- | --- |
+{_rows((f"`{name}`", about or "the seed") for name, about in found)}
+
+## Environment variables
+
+| variable | what it does |
+| --- | --- |
+{_rows(VARIABLES.items())}
+
+Variables that would change the results are refused, unless they are off:
+
+{refused}
+
+A variable that a library cannot read, such as `TORCH_LOGS=banana`, is named in one line.
+"""
 
 
 def _names_of_trl() -> str:
-    lines = ["## Names of TRL, transformers and PEFT\n"]
-    lines.append(
-        "A name that TRL has too means here what it means in TRL. These names are different:\n"
-    )
-    lines += ["| name there | here |", "| --- | --- |"]
-    lines += [f"| {_names(names)} | {answer} |" for names, answer in trl_names().items()]
-    return "\n".join([*lines, ""])
+    rows = [(_names(names), answer) for names, answer in trl_names().items()]
+    return f"""\
+## Names of TRL, transformers and PEFT
+
+A name that TRL has too means here what it means in TRL. These names are different:
+
+| name there | here |
+| --- | --- |
+{_rows(rows)}
+"""
 
 
 def _names(names: str) -> str:

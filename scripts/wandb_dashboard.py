@@ -31,12 +31,15 @@ TRANSFER = (
     *("forgetting", "learning_efficiency", "area_under_curve"),
 )
 BY_DOMAIN = ("backward_transfer", "forward_transfer", "forgetting")
-STOPS = ("completed", "max_turns", "max_tokens", "malformed_call")
-STOPS += ("repeated_call", "environment_error")
+STOPS = (
+    *("completed", "max_turns", "max_tokens", "malformed_call"),
+    *("repeated_call", "environment_error"),
+)
 ROLLOUT = {
-    "groups without a signal": ("frac_reward_zero_std", "all_failed", "all_solved"),
-    "turns of an episode": ("turns",),
-    "errors of a step": ("tool_errors", "environment_errors"),
+    "how episodes end, shares": [f"stop/{name}" for name in STOPS],
+    "groups without a signal": ["frac_reward_zero_std", "all_failed", "all_solved"],
+    "turns of an episode": ["turns"],
+    "errors of a step": ["tool_errors", "environment_errors"],
 }
 UPDATE = ("loss", "grad_norm", "entropy", "clip_ratio", "sampling_logp_difference_mean", "skipped")
 SPEED = {
@@ -85,7 +88,9 @@ def workspace(entity: str, project: str, name: str, domains: Sequence[str]) -> A
         **{f"Learning: {domain}": _learning(domain) for domain in domains},
         "Rollouts": _rollouts(domains),
         "Updates": [_lines(f"train/{name}", f"train/{name}") for name in UPDATE],
-        "Speed and memory": [_lines(title, *_in("perf", names)) for title, names in SPEED.items()],
+        "Speed and memory": [
+            _lines(title, *(f"perf/{name}" for name in names)) for title, names in SPEED.items()
+        ],
         "Episodes": _episodes(),
     }
     return ws.Workspace(
@@ -136,19 +141,19 @@ def _learning(domain: str) -> list[Any]:
 
 def _rollouts(domains: Sequence[str]) -> list[Any]:
     rewards = [f"reward/{domain}" for domain in domains]
-    plots = [_lines(title, *_in("rollout", names)) for title, names in ROLLOUT.items()]
-    stops = _lines("how episodes end, shares", *_in("rollout/stop", STOPS))
-    return [_lines("reward", "reward/mean", *rewards), stops, *plots]
+    return [
+        _lines("reward", "reward/mean", *rewards),
+        *(
+            _lines(title, *(f"rollout/{name}" for name in names))
+            for title, names in ROLLOUT.items()
+        ),
+    ]
 
 
 def _episodes() -> list[Any]:
     import wandb_workspaces.reports.v2 as wr
 
     return [wr.WeavePanelSummaryTable(table_name="trajectories", layout=wr.Layout(w=24, h=16))]
-
-
-def _in(group: str, names: Sequence[str]) -> list[str]:
-    return [f"{group}/{name}" for name in names]
 
 
 def _lines(title: str, *metrics: str) -> Any:

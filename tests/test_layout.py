@@ -195,18 +195,3 @@ def test_nothing_is_left_to_do_in_the_code():
     notes = re.compile(r"\b(TO" + r"DO|FIX" + r"ME)\b")
     found = {str(path.relative_to(ROOT)) for path in files if notes.search(path.read_text("utf-8"))}
     assert found == set()
-
-
-def test_files_of_whole_runs_are_tested_first(pytestconfig):
-    class Item:
-        def __init__(self, *markers: str) -> None:
-            self.markers = markers
-
-        def get_closest_marker(self, name: str) -> str | None:
-            return name if name in self.markers else None
-
-    light, whole, other = Item(), Item("proof", "whole_run"), Item("proof")
-    items = [light, whole, other]
-    (conftest,) = [p for p in pytestconfig.pluginmanager.get_plugins() if hasattr(p, "is_server")]
-    conftest.pytest_collection_modifyitems(items)
-    assert items == [whole, light, other]

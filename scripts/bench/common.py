@@ -1,4 +1,4 @@
-"""Shared functions of the benchmarks: models, timing, facts about the machine, JSON output."""
+"""Shared functions of benchmarks and proofs: runs, models, timing, the machine, JSON output."""
 
 from __future__ import annotations
 
@@ -9,14 +9,12 @@ import platform
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from pipeline.data.tasks import Task
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
+RUN = ROOT / "pipeline" / "run.py"
 sys.path.insert(0, str(ROOT))
 
 # Architectures of published models. The weights are random.
@@ -46,10 +44,17 @@ SHAPES: dict[str, dict[str, int]] = {
 
 
 def parser_of(description: str | None) -> argparse.ArgumentParser:
-    """A parser with the flags of every benchmark."""
+    """A parser with the flag of every benchmark."""
     parser = argparse.ArgumentParser(
-        description=description, formatter_class=argparse.RawTextHelpFormatter
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument("--json", type=Path, help="write the figures here as well")
+    return parser
+
+
+def parser_with_device(description: str | None) -> argparse.ArgumentParser:
+    """A parser with the flags of the benchmarks that also run on a GPU."""
+    parser = parser_of(description)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument(
         "--shape",
@@ -58,8 +63,36 @@ def parser_of(description: str | None) -> argparse.ArgumentParser:
         help="the embedded model, or random weights in the shape of a published one",
     )
     parser.add_argument("--threads", type=int, default=1, help="of each process, on CPU")
-    parser.add_argument("--json", type=Path, help="write the figures here as well")
     return parser
+
+
+def start_run(
+    flags: Sequence[str], log: Path, *, script: Path = RUN, cwd: Path = ROOT, **variables: str
+) -> subprocess.Popen[bytes]:
+    """Start a run with one thread for each rank; its output is added to `log`."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", **variables}
+    with log.open("ab") as file:
+        return subprocess.Popen(
+            [sys.executable, str(script), *flags],
+            cwd=cwd,
+            env=environment,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+        )
+
+
+def finish_run(flags: Sequence[str], log: Path, **settings: Any) -> str:
+    """Make a whole run, and return its output. The settings are those of `start_run`."""
+    code = start_run(flags, log, **settings).wait()
+    said = log.read_text(encoding="utf-8", errors="replace")
+    if code:
+        raise RuntimeError(f"exit code {code} of {' '.join(flags)}:\n{said[-3000:]}")
+    return said
+
+
+def results_of(folder: Path) -> dict[str, Any]:
+    read: dict[str, Any] = json.loads((folder / "results.json").read_text(encoding="utf-8"))
+    return read
 
 
 def model_of(shape: str, vocab_size: int = 151936, **fields: Any) -> Any:
@@ -96,30 +129,13 @@ def seconds_of(work: Callable[[], Any], device: str = "cpu") -> float:
     return time.perf_counter() - begun
 
 
-def ratios_of(
-    ours: Callable[[], float], theirs: Callable[[], float], repeats: int
-) -> tuple[list[float], list[float]]:
-    """Measure two functions alternately, and return the seconds of both."""
-    first: list[float] = []
-    second: list[float] = []
-    for number in range(repeats):
-        pairs: list[tuple[list[float], Callable[[], float]]] = [(first, ours), (second, theirs)]
-        for seconds, work in pairs if number % 2 == 0 else pairs[::-1]:
-            seconds.append(work())
-    return first, second
+def memory_mb(kind: str) -> float:
+    """Memory of this process: `VmRSS` (now), `RssAnon` (without mapped files) or `VmHWM` (peak).
 
-
-def in_fresh_process(arguments: Sequence[str], **variables: str) -> dict[str, Any]:
-    """Run a Python script in a new process, and return the JSON object that it prints last."""
-    done = subprocess.run(
-        [sys.executable, *arguments],
-        env={**os.environ, **variables},
-        stdout=subprocess.PIPE,
-        text=True,
-        check=True,
-    )
-    found: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
-    return found
+    Unlike `ru_maxrss`, the peak excludes memory of the parent process.
+    """
+    text = Path("/proc/self/status").read_text(encoding="utf-8")
+    return int(text.partition(f"{kind}:")[2].split()[0]) * 1024 / 1e6
 
 
 def machine(device: str = "cpu") -> dict[str, Any]:
@@ -149,14 +165,3 @@ def write_json(
         return
     content = {"figures": dict(figures), "machine": dict(where), "settings": settings}
     path.write_text(json.dumps(content, indent=1, default=str) + "\n", encoding="utf-8")
-
-
-def save_tasks(tasks: Iterable[Task], path: Path) -> None:
-    """Write tasks to a JSON Lines file that `load_tasks` can read."""
-    keys = ("domain", "id", "family", "branch")
-    with path.open("w", encoding="utf-8") as file:
-        for task in tasks:
-            row = {key: getattr(task, key) for key in keys} | json.loads(task.columns)
-            row["prompt"] = task.prompt[0]["content"] if task.is_text else task.prompt
-            row["payload"] = json.loads(task.payload)
-            file.write(json.dumps(row, ensure_ascii=False, sort_keys=True) + "\n")

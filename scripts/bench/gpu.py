@@ -17,8 +17,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import subprocess
 import sys
 import tempfile
 import time
@@ -28,7 +26,28 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from common import ROOT, machine, model_of, parser_of, seconds_of, write_json
+import torch
+from common import (
+    finish_run,
+    machine,
+    model_of,
+    parser_with_device,
+    results_of,
+    seconds_of,
+    start_run,
+    write_json,
+)
+from torch import distributed
+
+from pipeline.config.settings import Config, GRPOSettings
+from pipeline.grpo.algorithm import grpo_loss
+from pipeline.grpo.micro_batches import micro_batch
+from pipeline.grpo.token_logprobs import TokenLogprobs
+from pipeline.models.layers import recompute_layers
+from pipeline.models.tiny import tiny_model, tiny_tokenizer
+from pipeline.preflight.memory import Memory
+from pipeline.rollout.row_sampler import RowSampler
+from pipeline.rollout.trajectory import Trajectory
 
 HERE = Path(__file__).resolve().parent
 PEAK_TFLOPS = {"H100": 989, "H200": 989, "A100": 312, "L40S": 362, "4090": 165}  # dense bf16
@@ -51,26 +70,21 @@ class Bench:
     def device(self) -> str:
         return str(self.options.device)
 
-    def model(self) -> Any:
-        from pipeline.models.tiny import tiny_model, tiny_tokenizer
+    @property
+    def variables(self) -> dict[str, str]:
+        """The environment variables of a run on the device."""
+        return {} if self.device == "cuda" else {"ACCELERATE_USE_CPU": "true"}
 
+    def model(self) -> Any:
         tiny = self.options.shape == "tiny"
         return tiny_model(tiny_tokenizer(), 0) if tiny else model_of(self.options.shape)
 
     def sampler(self, model: Any, max_tokens: int = 0) -> Any:
-        import torch
-
-        from pipeline.rollout.row_sampler import RowSampler
-
         dtype = torch.bfloat16 if self.device == "cuda" else torch.float32
         return RowSampler(model, -1, 1.0, dtype, max_tokens=max_tokens)  # no token ends a message
 
     def conversations(self, sampler: Any, count: int, prompt: int, length: int) -> list[Any]:
         """Return trajectories of one sampled message of `length` tokens each."""
-        import torch
-
-        from pipeline.rollout.trajectory import Trajectory
-
         draw = torch.Generator().manual_seed(0)
         vocabulary = sampler.model.config.vocab_size
         ids = torch.randint(vocabulary, (prompt,), generator=draw).tolist()
@@ -85,9 +99,6 @@ class Bench:
 
     def exchange(self) -> Iterator[Row]:
         """A process group of one rank sums over NCCL (gloo on a CPU)."""
-        import torch
-        from torch import distributed
-
         backend = "nccl" if self.device == "cuda" else "gloo"
         store = distributed.HashStore()
         distributed.init_process_group(backend, store=store, rank=0, world_size=1)
@@ -101,11 +112,6 @@ class Bench:
 
     def logprobs(self) -> Iterator[Row]:
         """Sampler and training give the same log-probabilities to sampled tokens."""
-        import torch
-
-        from pipeline.grpo.micro_batches import micro_batch
-        from pipeline.grpo.token_logprobs import TokenLogprobs
-
         model = self.model().to(self.device)
         played = self.conversations(self.sampler(model), 8, 64, 32)
         batch = micro_batch([(t, 0.0, 1.0) for t in played], 0).to(self.device)
@@ -118,14 +124,6 @@ class Bench:
 
     def loss(self) -> Iterator[Row]:
         """Loss and norm of the gradient are the CPU's, in fp32."""
-        import torch
-
-        from pipeline.config.settings import GRPOSettings
-        from pipeline.grpo.algorithm import grpo_loss
-        from pipeline.grpo.micro_batches import micro_batch
-        from pipeline.grpo.token_logprobs import TokenLogprobs
-        from pipeline.models.tiny import tiny_model, tiny_tokenizer
-
         played = self.conversations(self.sampler(tiny_model(tiny_tokenizer(), 0)), 8, 64, 32)
         items = [(t, 1.0 - index % 2 * 2.0, 1 / 256) for index, t in enumerate(played)]
         items.sort(key=lambda item: item[0].ids)
@@ -144,12 +142,6 @@ class Bench:
 
     def update(self) -> Iterator[Row]:
         """Forward and backward pass of one micro-batch with a shared prompt."""
-        import torch
-
-        from pipeline.grpo.micro_batches import micro_batch
-        from pipeline.grpo.token_logprobs import TokenLogprobs
-        from pipeline.models.layers import recompute_layers
-
         model = self.model().to(self.device)
         count, prompt, length = (8, 1024, 1024) if self.device == "cuda" else (2, 32, 16)
         played = self.conversations(self.sampler(model), count, prompt, length)
@@ -182,8 +174,6 @@ class Bench:
 
     def bandwidth(self) -> float:
         """Bytes per second that the device reads, measured with a sum over a large tensor."""
-        import torch
-
         size = 4 * GIB if self.device == "cuda" else GIB // 16
         large = torch.ones(size // 4, device=self.device)
         large.sum()
@@ -192,13 +182,15 @@ class Bench:
     def sampling(self) -> Iterator[Row]:
         """Decoding against the time to read weights and keys once for each token."""
         model = self.model().to(self.device)
-        sampler, count = self.sampler(model), 64 if self.device == "cuda" else 4
+        sampler = self.sampler(model)
+        count = 64 if self.device == "cuda" else 4
         prompt, length = (512, 128) if self.device == "cuda" else (16, 8)
         self.conversations(sampler, count, prompt, length)
         whole = seconds_of(lambda: self.conversations(sampler, count, prompt, length), self.device)
         first = seconds_of(lambda: self.conversations(sampler, count, prompt, 1), self.device)
         seconds = (whole - first) / (length - 1)  # of one token of each row
-        shape, size = model.config, 2 if self.device == "cuda" else 4
+        shape = model.config
+        size = 2 if self.device == "cuda" else 4
         keys = 2 * shape.num_hidden_layers * shape.num_key_value_heads * shape.head_dim
         read = size * (model.num_parameters() + keys * count * (prompt + length / 2))
         least = read / self.bandwidth()
@@ -209,19 +201,14 @@ class Bench:
 
     def memory(self) -> Iterator[Row]:
         """Peak bytes of a rollout's cache and of the update, against `--check`'s terms."""
-        import torch
-
         if self.device != "cuda":
             yield "memory against --check", "needs a GPU", None
             return
-        from pipeline.config.settings import Config
-        from pipeline.preflight.memory import Memory
 
         rollout = {"max_tokens": 2048, "max_concurrent_episodes": 32, "tasks_per_step": 4}
         sections: Any = {"rollout": rollout, "warm_start": {"steps": 0}}
         sections["model"] = {"mixed_precision": "bf16"}
         told = Memory(Config.model_validate(sections)).terms()
-        from pipeline.models.tiny import tiny_model, tiny_tokenizer
 
         model = tiny_model(tiny_tokenizer(), 0).to("cuda")
         torch.cuda.synchronize()
@@ -235,60 +222,53 @@ class Bench:
         shown = f"{used / GIB:.2f} GiB, {cache / GIB:.2f} for keys, --check {most / GIB:.2f}"
         yield "memory of a rollout", shown, cache <= used <= most
 
-    def run(self, *flags: str, signal_after: str = "") -> Path:
-        """Train with the default recipe; return the run folder. SIGKILL at a line, if given."""
-        out = self.folder / "run"
-        command = [sys.executable, str(ROOT / "pipeline" / "run.py"), *flags]
-        command += ["--report-to", "none", "--num-gpus", "1", "--output-dir", str(out)]
-        env = {**os.environ, **({} if self.device == "cuda" else {"ACCELERATE_USE_CPU": "true"})}
-        log = self.folder / "log"
-        with log.open("w") as file:
-            process = subprocess.Popen(command, env=env, stdout=file, stderr=file)
-            while process.poll() is None:
-                metrics = out / "metrics.jsonl"
-                if signal_after and metrics.is_file() and signal_after in metrics.read_text():
-                    process.kill()
-                time.sleep(0.05)
-        if process.returncode and not signal_after:
-            raise RuntimeError(log.read_text()[-1500:])
-        return out
+    def flags(self, out: Path, *flags: str) -> list[str]:
+        """The flags of a short run of airline in a folder."""
+        return [
+            *("--domains", "airline", "--kl-probe-tasks", "0", "--validation-steps", "0"),
+            *("--report-to", "none", "--num-gpus", "1", "--eval-trials", "1", *flags),
+            *("--output-dir", str(out)),
+        ]
 
     def resume(self) -> Iterator[Row]:
         """A run that is killed after its third step ends with as many steps as it was to have."""
-        flags = ["--max-steps", "4", "--warm-start-steps", "2", "--save-steps", "1"]
-        flags += ["--tasks-per-step", "3", "--eval-tasks-per-domain", "2", "--eval-trials", "1"]
-        flags += ["--domains", "airline", "--kl-probe-tasks", "0", "--validation-steps", "0"]
-        self.run(*flags, signal_after='"step": 3')
-        out = self.run(*flags, "--resume-from-checkpoint", "auto")
-        lines = map(json.loads, (out / "metrics.jsonl").read_text().splitlines())
+        out = self.folder / "resumed"
+        log = self.folder / "resumed.log"
+        metrics = out / "metrics.jsonl"
+        flags = self.flags(
+            out,
+            *("--max-steps", "4", "--warm-start-steps", "2", "--save-steps", "1"),
+            *("--tasks-per-step", "3", "--eval-tasks-per-domain", "2"),
+        )
+        process = start_run(flags, log, **self.variables)
+        while process.poll() is None:
+            if metrics.is_file() and '"step": 3' in metrics.read_text():
+                process.kill()
+            time.sleep(0.05)
+        finish_run([*flags, "--resume-from-checkpoint", "auto"], log, **self.variables)
+        lines = map(json.loads, metrics.read_text().splitlines())
         steps = [line["step"] for line in lines if line["kind"] == "train"]
-        subprocess.run(["rm", "-r", str(out)], check=True)
         yield "killed and resumed", f"steps {steps}", steps == [1, 2, 3, 4]
 
     def learning(self) -> Iterator[Row]:
         """The embedded recipe, shortened, raises the success of airline."""
         steps = 40 if self.device == "cuda" else 1
-        flags = ["--domains", "airline", "--max-steps", str(steps), "--eval-trials", "1"]
-        flags += ["--kl-probe-tasks", "0", "--validation-steps", "0"]
-        if self.device != "cuda":
-            flags += ["--warm-start-steps", "2", "--tasks-per-step", "2"]
-            flags += ["--eval-tasks-per-domain", "4"]
-        results = json.loads((self.run(*flags) / "results.json").read_text(encoding="utf-8"))
-        first, *_, last = (e["success"]["airline"]["mean"] for e in results["evaluations"][1:])
+        fewer = ["--warm-start-steps", "2", "--tasks-per-step", "2", "--eval-tasks-per-domain", "4"]
+        small = [] if self.device == "cuda" else fewer
+        out = self.folder / "learned"
+        flags = self.flags(out, "--max-steps", str(steps), *small)
+        finish_run(flags, self.folder / "learned.log", **self.variables)
+        evaluations = results_of(out)["evaluations"]
+        first, *_, last = (e["success"]["airline"]["mean"] for e in evaluations[1:])
         self.figures["learning_gain"] = last - first
         learns = last - first >= 0.05 or self.device != "cuda"
-        shown = f"success {first:.2f} to {last:.2f} in {steps} steps"
-        yield "the embedded recipe learns", shown, learns
+        yield "the embedded recipe learns", f"success {first:.2f} to {last:.2f}", learns
 
     def other(self, script: str, *flags: str) -> dict[str, float]:
         """Run another benchmark; return its figures."""
         file = self.folder / "figures.json"
-        command = [sys.executable, str(HERE / script), "--device", self.device, *flags]
-        done = subprocess.run(
-            [*command, "--json", str(file)], capture_output=True, text=True, check=False
-        )
-        if done.returncode:
-            raise RuntimeError(done.stderr[-1500:])
+        words = ["--device", self.device, *flags, "--json", str(file)]
+        finish_run(words, self.folder / "other.log", script=HERE / script)
         found: dict[str, float] = json.loads(file.read_text(encoding="utf-8"))["figures"]
         return found
 
@@ -315,12 +295,14 @@ class Bench:
 
 
 def main() -> int:
-    parser = parser_of(__doc__)
+    parser = parser_with_device(__doc__)
     parser.set_defaults(shape="")
     parser.add_argument("--parts", nargs="+", choices=PARTS + RUNS, default=[*PARTS, *RUNS])
     options = parser.parse_args()
     options.shape = options.shape or ("tiny" if options.device == "cpu" else "qwen3-0.6b")
-    where, begun, fine = machine(options.device), time.perf_counter(), True
+    where = machine(options.device)
+    begun = time.perf_counter()
+    fine = True
     print("  ".join(f"{name} {value}" for name, value in where.items()), flush=True)
     with tempfile.TemporaryDirectory(prefix="gpu-") as folder:
         bench = Bench(options, Path(folder))

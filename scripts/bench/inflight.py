@@ -19,12 +19,12 @@ import math
 import sys
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
-from pathlib import Path
+from dataclasses import dataclass
 from random import Random
 from typing import Any
 
-from common import machine, write_json
+import torch
+from common import machine, parser_of, write_json
 
 from pipeline.chat.template import Chat
 from pipeline.config.settings import RolloutSettings
@@ -42,18 +42,21 @@ STOP_EVERY = 12  # one of this number of token ids ends a message, so that lengt
 
 
 def main(argv: list[str]) -> int:
-    import torch
-
-    arguments = parser().parse_args(argv)
+    parser = parser_of(__doc__)
+    parser.add_argument("--customers", type=int, nargs="+", default=[32, 256, 512])
+    parser.add_argument("--turns", type=int, default=6, help="replies of each customer")
+    parser.add_argument("--median", type=float, default=0.5, help="of a reply's seconds")
+    parser.add_argument("--sigma", type=float, default=0.8, help="of the seconds' logarithm")
+    arguments = parser.parse_args(argv)
     torch.set_num_threads(1)
-    where, figures = machine(), dict[str, float]()
-    print("customers  wall s  longest s  sampler s  ratio  calls at once  other tokens")
+    where = machine()
+    figures: dict[str, float] = {}
+    print("customers  wall s  longest s  sampler s  ratio  other tokens")
     for count in arguments.customers:
         found = measure(count, arguments)
         print(
             f"{count:9}  {found['wall_s']:6.2f}  {found['longest_s']:9.2f}  "
-            f"{found['sampler_s']:9.2f}  {found['ratio']:5.2f}  {found['most_open']:13.0f}  "
-            f"{found['turned']:12.0f}",
+            f"{found['sampler_s']:9.2f}  {found['ratio']:5.2f}  {found['turned']:12.0f}",
             flush=True,
         )
         figures |= {f"{count}/{name}": value for name, value in found.items()}
@@ -63,42 +66,15 @@ def main(argv: list[str]) -> int:
     return int(slow or other)
 
 
-def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    made.add_argument("--customers", type=int, nargs="+", default=[32, 256, 512])
-    made.add_argument("--turns", type=int, default=6, help="replies of each customer")
-    made.add_argument("--median", type=float, default=0.5, help="of a reply's seconds")
-    made.add_argument("--sigma", type=float, default=0.8, help="of the seconds' logarithm")
-    made.add_argument("--blocking", action="store_true", help="customers who block a thread each")
-    made.add_argument("--json", type=Path, help="write the figures here as well")
-    return made
-
-
-class Service:
-    """The customers' latencies, and the number of their replies that are under way."""
-
-    def __init__(self, median: float, sigma: float) -> None:
-        self._mu, self._sigma = math.log(median), sigma
-        self.num_open = self.most_open = 0
-
-    def seconds(self, customer: str, turn: int) -> float:
-        return Random(f"{customer}/{turn}").lognormvariate(self._mu, self._sigma)
-
-    def __enter__(self) -> None:
-        self.num_open += 1
-        self.most_open = max(self.most_open, self.num_open)
-
-    def __exit__(self, *_: object) -> None:
-        self.num_open -= 1
-
-
+@dataclass(kw_only=True)
 class Customer:
     """A customer who replies at once, `turns` times in all; the last reply is None."""
 
-    def __init__(self, name: str, turns: int, service: Service) -> None:
-        self.name, self.turns, self.service, self.turn = name, turns, service, 0
+    name: str
+    turns: int
+    median: float
+    sigma: float
+    turn: int = 0
 
     def answer(self) -> str | None:
         self.turn += 1
@@ -108,26 +84,23 @@ class Customer:
         return self.answer()
 
 
-class Blocking(Customer):
-    def reply(self, message: str) -> Any:
-        with self.service:
-            time.sleep(self.service.seconds(self.name, self.turn))
-        return self.answer()
+class Slow(Customer):
+    """A customer whose replies take the seconds of `latency`."""
 
-
-class Async(Customer):
     async def reply(self, message: str) -> Any:
-        with self.service:
-            await asyncio.sleep(self.service.seconds(self.name, self.turn))
+        await asyncio.sleep(latency(self.name, self.turn, self.median, self.sigma))
         return self.answer()
 
 
-def environment_of(customer: Callable[[str], Customer], is_concurrent: bool) -> type[Any]:
-    class Desk:
-        concurrent = is_concurrent
+def latency(customer: str, turn: int, median: float, sigma: float) -> float:
+    """The seconds of a customer's reply."""
+    return Random(f"{customer}/{turn}").lognormvariate(math.log(median), sigma)
 
+
+def environment_of(kind: type[Customer], **fields: Any) -> type[Any]:
+    class Desk:
         def reset(self, **row: Any) -> None:
-            self.user = customer(row["id"])
+            self.user = kind(name=row["id"], **fields)
 
     return Desk
 
@@ -151,15 +124,14 @@ class TimedSampler(RowSampler):
 
 
 def measure(count: int, arguments: argparse.Namespace) -> dict[str, float]:
-    service = Service(arguments.median, arguments.sigma)
-    kind = Blocking if arguments.blocking else Async
-    fields = {"turns": arguments.turns, "service": service}
-    at_once, busy_s, _ = play(count, environment_of(partial(Customer, **fields), False))
-    slow, _, wall_s = play(count, environment_of(partial(kind, **fields), arguments.blocking))
+    times = {"median": arguments.median, "sigma": arguments.sigma}
+    fields = {"turns": arguments.turns, **times}
+    at_once, busy_s, _ = play(count, environment_of(Customer, **fields))
+    slow, _, wall_s = play(count, environment_of(Slow, **fields))
     turned = sum(a.completion_ids != b.completion_ids for a, b in zip(at_once, slow, strict=True))
     # An episode whose message was too long has made fewer calls.
     longest_s = max(
-        sum(service.seconds(t.task_id, turn) for turn in range(num_replies(t, arguments.turns)))
+        sum(latency(t.task_id, turn, **times) for turn in range(num_replies(t, arguments.turns)))
         for t in slow
     )
     return {
@@ -167,7 +139,6 @@ def measure(count: int, arguments: argparse.Namespace) -> dict[str, float]:
         "longest_s": longest_s,
         "sampler_s": busy_s,
         "ratio": wall_s / max(longest_s, busy_s),
-        "most_open": service.most_open,
         "turned": turned,
     }
 
@@ -179,8 +150,6 @@ def num_replies(trajectory: Trajectory, turns: int) -> int:
 
 def play(count: int, environment: type[Any]) -> tuple[list[Trajectory], float, float]:
     """Play one episode with each customer; return (episodes, sampler's seconds, wall seconds)."""
-    import torch
-
     tokenizer = tiny_tokenizer()
     chat = Chat(tokenizer)
     model = tiny_model(tokenizer, seed=1)

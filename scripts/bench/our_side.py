@@ -1,28 +1,37 @@
-"""Our trainer for `vs_trl.py`: the loop of `pipeline/train.py`, which waits after each step."""
+"""Our trainer for `vs_trl.py` and `scaling.py`: the loop of `pipeline/train.py`, which waits.
+
+For `vs_trl.py` it waits after each step. For `scaling.py` (work of the kind "block") it waits after
+each block of steps; a process is one of several connected ranks, or does one rank's work alone.
+"""
 
 from __future__ import annotations
 
 import json
+import os
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
-from itertools import chain
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
-import common  # noqa: F401  # adds the repository to sys.path
 import numpy as np
 import torch
-from torch.autograd.graph import saved_tensors_hooks
+from common import ready
 from turns import Gate, Work, script_of, siblings, without_users
 
 from pipeline.config.cli import parse
 from pipeline.data.curriculum import tasks_of_step
+from pipeline.distributed import gradients
 from pipeline.distributed.watchdog import Watchdog
 from pipeline.environments.tools import tool_schemas
 from pipeline.grpo.collect import RolloutBatch, collect_rollouts
 from pipeline.rollout.trajectory import RunRecord, Trajectory
 from pipeline.train import Training, connect
+
+LARGE = ("gradients", "messages")  # large transfers between ranks
 
 
 class Scripted:
@@ -32,13 +41,12 @@ class Scripted:
     """
 
     def __init__(self, sampler: Any, scripts: Mapping[tuple[int, ...], list[list[int]]]) -> None:
-        self._open, self._sample_tokens, self._scripts = (
-            sampler.open,
-            sampler.sample_tokens,
-            scripts,
-        )
+        self._open = sampler.open
+        self._sample_tokens = sampler.sample_tokens
+        self._scripts = scripts
         self._said: dict[int, list[int]] = {}  # keys: random-number keys of episodes
-        sampler.open, sampler.sample_tokens = self.open, self.sample_tokens
+        sampler.open = self.open
+        sampler.sample_tokens = self.sample_tokens
 
     def open(self, prompts: Sequence[list[int]], keys: Sequence[int]) -> Any:
         asked = list(map(tuple, prompts))
@@ -60,24 +68,45 @@ class Scripted:
 
 
 def main(work: Work, gate: Gate) -> None:
+    if work.kind == "block":
+        take_place(work)
     config = parse(work.flags)
     accelerator, ranks = connect(config)
-    kind = {"step": Stepped, "memory": Counted}.get(work.kind, Training)
+    if work.kind == "block" and ranks.num_ranks == 1:  # one rank's share of a step
+        ranks.shard = lambda count: range(work.rank, count, work.of)  # type: ignore[method-assign]
+    kind = {"step": Stepped, "block": Measured}.get(work.kind, Training)
     run = kind(config, accelerator, ranks, Watchdog(ranks, config.run.timeout))
-    if not config.data.reward_funcs:
+    if work.forced or (work.kind != "block" and not config.data.reward_funcs):
         run.parts = without_users(run.parts)
     if work.forced:
-        Scripted(run.learner.sampling.sampler, scripts_of(run, work.num_units))
-    if isinstance(run, Stepped):
+        Scripted(run.learner.sampling.sampler, scripts_of(run, config.grpo.max_steps))
+    if isinstance(run, Stepped | Measured):
+        run.work = work
         run.gate = gate
         run.train()
+    elif work.kind == "sampling":
+        sampling(run, work, gate)
     else:
-        {"sampling": sampling, "update": updates}[work.kind](run, work, gate)
+        updates(run, work, gate)
+
+
+def take_place(work: Work) -> None:
+    """Restrict this process to the cores or the GPU of its rank."""
+    if work.device == "cuda":
+        if "RANK" not in os.environ:
+            torch.cuda.set_device(work.rank)
+        return
+    rank = int(os.environ.get("RANK", work.rank))
+    threads = int(os.environ["OMP_NUM_THREADS"])
+    cores = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, {cores[(rank * threads + i) % len(cores)] for i in range(threads)})
 
 
 def scripts_of(run: Training, num_units: int) -> dict[tuple[int, ...], list[list[int]]]:
     """The given tokens for each prompt of the next steps and each episode of its group."""
-    parts, found, size = run.parts, {}, run.config.rollout.num_generations
+    parts = run.parts
+    size = run.config.rollout.num_generations
+    found = {}
     for step in range(num_units):
         for task in tasks_of_step(parts.stages[0], step, parts.train, run.config.run.seed):
             tools = tool_schemas(parts.environments[task.domain])
@@ -90,53 +119,109 @@ def scripts_of(run: Training, num_units: int) -> dict[tuple[int, ...], list[list
 class Stepped(Training):
     """The training loop, which waits after each step has written its metrics."""
 
+    work: Work
     gate: Gate
     sampled_s = 0.0
-
-    def facts(self) -> dict[str, float]:
-        return {}
 
     def record(self, stage: Any, batch: Any, statistics: Any, meter: Any) -> Any:
         metrics = super().record(stage, batch, statistics, meter)
         seconds = self.ranks.seconds["sample"]
         records = self.records[-len(batch.trajectories) :]
-        self.gate({**counts(records), "sample_s": seconds - self.sampled_s, **self.facts()})
+        self.gate({**counts(records), "sample_s": seconds - self.sampled_s})
         self.sampled_s = seconds
         return metrics
 
 
-class Counted(Stepped):
-    """The training loop, which counts the bytes that training cannot do without."""
+class Exchange:
+    """Measures the all-reduce of gradients: its bytes, and the seconds that this rank waits.
 
-    counted = 0  # weights, gradients and moments, and what autograd keeps of a micro-batch
+    The wait begins when the last bucket is ready, at the end of the backward pass, and ends when
+    the sums have arrived. The wait for a slower rank is included.
+    """
+
+    def __init__(self, device: str) -> None:
+        self._device = device
+        self._times: list[tuple[Any, Any]] = []
+        self.bytes = 0
+
+    def __call__(self, bucket: Any) -> Any:
+        buffer = bucket.buffer()
+        begun = self._now()
+        self.bytes += buffer.numel() * buffer.element_size()
+        future = gradients.add_up(bucket)
+        if not bucket.is_last():
+            return future
+
+        def end(done: Any) -> Any:
+            self._times.append((begun, self._now()))
+            return done.value()
+
+        return future.then(end)
+
+    def _now(self) -> Any:
+        if self._device == "cpu":
+            return time.perf_counter()
+        event: Any = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def seconds(self) -> float:
+        if self._device == "cpu":
+            return float(sum(end - begun for begun, end in self._times))
+        ready(self._device)
+        return float(sum(begun.elapsed_time(end) for begun, end in self._times)) / 1e3
+
+
+class Measured(Training):
+    """The training loop, which waits after each block of steps."""
+
+    work: Work
+    gate: Gate
 
     def begin_grpo(self) -> Any:
         meter = super().begin_grpo()
-        assert self.learner.updater is not None
-        module = self.learner.updater.module
-        own = {p.untyped_storage()._cdata: p.nbytes for p in module.parameters()}
-        kept, hooks = dict[int, int](), list[saved_tensors_hooks]()
-
-        def keep(tensor: torch.Tensor) -> torch.Tensor:
-            if (storage := tensor.untyped_storage())._cdata not in own:
-                kept[storage._cdata] = storage.nbytes()
-            return tensor
-
-        def begin(*_: Any) -> None:
-            kept.clear()
-            hooks.append(saved_tensors_hooks(keep, lambda tensor: tensor))
-            hooks[-1].__enter__()
-
-        def end(*_: Any) -> None:
-            hooks.pop().__exit__()
-            self.counted = max(self.counted, 4 * sum(own.values()) + sum(kept.values()))
-
-        module.register_forward_pre_hook(begin)
-        module.register_forward_hook(end)
+        updater = self.learner.updater
+        assert updater is not None
+        self.exchange = Exchange(self.work.device)
+        if self.ranks.num_ranks > 1:
+            updater.gradient_all_reduce.add_up = self.exchange
+        self.sampled_s = [0.0]  # cumulative seconds before and after each step of the block
+        self.seen = 0
+        self.before = self.counters()
         return meter
 
-    def facts(self) -> dict[str, float]:
-        return {"counted_mb": self.counted / 1e6}
+    def counters(self) -> dict[str, float]:
+        given = self.ranks.bytes
+        return {
+            "wait_s": self.ranks.seconds["wait"],
+            "exchange_s": self.exchange.seconds(),
+            "exchange_bytes": self.exchange.bytes,
+            "control_bytes": sum(n for kind, n in given.items() if kind not in LARGE),
+            "moved_bytes": given["messages"],
+        }
+
+    def record(self, stage: Any, batch: Any, statistics: Any, meter: Any) -> Any:
+        metrics = super().record(stage, batch, statistics, meter)
+        self.sampled_s.append(self.ranks.seconds["sample"])
+        if len(self.sampled_s) <= self.work.block:
+            return metrics
+        now = self.counters()
+        records = self.records[self.seen :]
+        # This sum is equal for all numbers of ranks only if all runs sample the same episodes.
+        played = sum(crc32(f"{r.domain} {r.task_id} {r.trial}".encode()) for r in records)
+        spent = {f"sample_{i}_s": b - a for i, (a, b) in enumerate(pairwise(self.sampled_s))}
+        self.gate(
+            {
+                **counts(records),
+                "played": played,
+                **spent,
+                **{name: now[name] - self.before[name] for name in now},
+            }
+        )
+        self.before = now
+        self.seen = len(self.records)
+        self.sampled_s = self.sampled_s[-1:]
+        return metrics
 
 
 def collect(run: Training, step: int) -> RolloutBatch:
@@ -159,7 +244,9 @@ def updates(run: Training, work: Work, gate: Gate) -> None:
     """
     stage = run.parts.stages[0]
     batch = collect(run, 0)
-    leave(batch.trajectories, Path(work.exchange) / f"{run.ranks.rank}.json")
+    rows = [asdict(replace(t, messages=[])) for t in batch.trajectories]
+    exchange = Path(work.exchange) / f"{run.ranks.rank}.json"
+    exchange.write_text(json.dumps(rows), encoding="utf-8")
     run.begin_grpo()
     run.begin_stage(stage)
     updater = run.learner.updater
@@ -176,11 +263,6 @@ def longest(trajectories: Sequence[Trajectory]) -> int:
     """Tokens of a sequence with TRL's padding: the longest prompt plus the longest completion."""
     prompt = max(len(t.prompt_ids) for t in trajectories)
     return prompt + max(len(t.completion_ids) for t in trajectories)
-
-
-def leave(trajectories: Sequence[Trajectory], path: Path) -> None:
-    rows = [asdict(replace(t, messages=[])) for t in trajectories]
-    path.write_text(json.dumps(rows), encoding="utf-8")
 
 
 def counts(records: Sequence[RunRecord]) -> dict[str, float]:

@@ -26,13 +26,23 @@ from collections.abc import Callable
 from statistics import median
 from typing import Any
 
-from common import machine, model_of, parser_of, ready, write_json
+import torch
+from common import machine, model_of, parser_with_device, ready, write_json
+from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig
+
+from pipeline.grpo.micro_batches import make_micro_batches
+from pipeline.grpo.token_logprobs import TokenLogprobs
+from pipeline.models.layers import weight_of_logits
+from pipeline.models.sampling_copy import trained_weights
+from pipeline.models.tiny import tiny_model, tiny_tokenizer
+from pipeline.rollout.row_sampler import RowSampler
+from pipeline.rollout.trajectory import Trajectory
 
 Play = Callable[[], float]
 
 
 def main() -> int:
-    parser = parser_of(__doc__)
+    parser = parser_with_device(__doc__)
     parser.add_argument("--turns", type=int, nargs="+", default=[1, 2, 4, 8])
     parser.add_argument("--group-sizes", type=int, nargs="+", default=[4, 8, 16])
     parser.add_argument("--prompt-tokens", type=int, nargs="+", default=[64, 512, 2048])
@@ -44,12 +54,12 @@ def main() -> int:
     parser.add_argument("--dtype", choices=["fp32", "bf16"], help="[bf16 on a GPU, else fp32]")
     parser.add_argument("--without-batching", action="store_true", help="no continuous batching")
     options = parser.parse_args()
-    import torch
 
     torch.set_num_threads(options.threads)
     logging.getLogger("ContinuousBatchingLogger").setLevel(logging.ERROR)
     bench = Bench(options)
-    where, figures = machine(options.device), dict[str, float]()
+    where = machine(options.device)
+    figures: dict[str, float] = {}
     print(f"{'turns':>5} {'G':>3} {'prompt':>6} {'ours, s':>8} {'tokens/s':>9}", *bench.others)
     for turns in options.turns:
         for size in options.group_sizes:
@@ -69,12 +79,6 @@ class Bench:
     """One model with three sampling methods, and the measurement of each method."""
 
     def __init__(self, options: argparse.Namespace) -> None:
-        import torch
-        from transformers import AutoModelForCausalLM
-
-        from pipeline.models.tiny import tiny_model, tiny_tokenizer
-        from pipeline.rollout.row_sampler import RowSampler
-
         self.options = options
         if options.model:
             model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32)
@@ -125,8 +129,6 @@ class Bench:
 
     def texts(self, turns: int, size: int, length: int) -> tuple[list[list[int]], list[list[int]]]:
         """Return a prompt for each conversation, and a reply for each turn."""
-        import torch
-
         vocabulary = self.model.config.vocab_size
         generator = torch.Generator().manual_seed(turns * size * length)
 
@@ -139,13 +141,6 @@ class Bench:
 
     def gaps(self, turns: int, size: int, length: int) -> dict[str, float]:
         """Return how far the sampled log-probabilities of a cell are from training's, in nats."""
-        import torch
-
-        from pipeline.grpo.micro_batches import make_micro_batches
-        from pipeline.grpo.token_logprobs import TokenLogprobs
-        from pipeline.models.layers import weight_of_logits
-        from pipeline.rollout.trajectory import Trajectory
-
         prompts, _ = self.texts(turns, size, length)
         episodes = self.sampler.open(prompts, range(len(prompts)))
         messages = self.sampler.sample(episodes, [self.options.message_tokens] * len(episodes))
@@ -156,7 +151,8 @@ class Bench:
             row = Trajectory(domain="", task_id="", prompt_ids=prompt)
             row.append(message.ids, message.logprobs)
             rows.append((row, 0.0, 0.0))
-        module, device = TokenLogprobs(self.trained, 1.0).eval(), self.options.device
+        module = TokenLogprobs(self.trained, 1.0).eval()
+        device = self.options.device
         is_bf16 = weight_of_logits(self.model.get_output_embeddings()) is not None
         found = []
         with torch.no_grad(), torch.autocast(device, torch.bfloat16, enabled=is_bf16):
@@ -179,8 +175,6 @@ class Bench:
         return clock() - begun
 
     def ours(self, prompts: list[list[int]], replies: list[list[int]]) -> None:
-        from pipeline.models.sampling_copy import trained_weights
-
         self.sampler.load_weights(trained_weights(self.trained))  # clears cached prompts
         episodes = self.sampler.open(prompts, range(len(prompts)))
         room = [self.options.message_tokens] * len(episodes)
@@ -192,8 +186,6 @@ class Bench:
             self.sampler.close(episode)
 
     def generate(self, prompts: list[list[int]], replies: list[list[int]], attention: str) -> None:
-        import torch
-
         self.model.set_attn_implementation(attention)
         held = torch.tensor(prompts, device=self.options.device)
         for reply in replies:
@@ -211,8 +203,6 @@ class Bench:
             held = torch.cat([said, more], 1)
 
     def batching(self, prompts: list[list[int]], replies: list[list[int]]) -> None:
-        from transformers import ContinuousBatchingConfig, GenerationConfig
-
         how = GenerationConfig(
             max_new_tokens=self.options.message_tokens,
             do_sample=True,
@@ -234,14 +224,13 @@ class Bench:
             found = self.batched.generate_batch(
                 held, how, config, persistent_manager=True, warmup=False
             )
-            said = [found[name].generated_tokens for name in sorted(found, key=_number)]
+            said = [
+                found[name].generated_tokens
+                for name in sorted(found, key=lambda name: int(name.rpartition("_")[2]))
+            ]
             lengths = [len(ids) for ids in said]
             assert lengths == [options.message_tokens] * len(held), "continuous batching gave up"
             held = [[*ids, *new, *reply] for ids, new in zip(held, said, strict=True)]
-
-
-def _number(name: str) -> int:
-    return int(name.rpartition("_")[2])
 
 
 if __name__ == "__main__":

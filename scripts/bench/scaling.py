@@ -13,8 +13,6 @@ the median ratio. The first block warms up and is not counted.
 - strong: `--tasks-per-step` groups in total, on N ranks and on one rank.
 - waits: the share of a step that a rank spends in collectives, including the wait for other ranks;
   the mean over ranks. Conversations differ in length, so most of the time is unequal work.
-- transfers: bytes that a rank sends, and milliseconds of the transfer when no rank is late; also
-  data that is not sent, but written to the rank's own disk.
 
 The learning rate is 1e-12 and dynamic sampling is off, so the policy does not change, and connected
 ranks sample the same tokens as separate runs. Published shapes have random weights and get forced
@@ -38,12 +36,10 @@ from statistics import fmean, median
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from common import machine, parser_of, write_json
-from scaling_side import Share
-from turns import Side
+from common import machine, parser_with_device, write_json
+from turns import PLAIN_RUN, Side, Work
 from vs_trl import make_model
 
-SCRIPT = "scaling_side.py"
 # Bounds: speed-up over one rank.
 DESCRIBED = {2: 1.95, 4: 3.85, 8: 7.6}
 DESCRIBED_APART = {2: 1.8}
@@ -70,22 +66,12 @@ ROWS = {
     "strong_efficiency": "  efficiency",
     "strong_wait_share": "  share of a step communicating and waiting",
 }
-TRANSFERS = {
-    "gradient": "gradients, all-reduced every step",
-    "numbers": "a sum of 16 numbers over the control group",
-    "moved": "a group's episodes as arrays, to each other rank",
-    "records": "records of a stage's episodes, gathered at its end",
-    "disk": "a step's trajectories, to disk where they were made",
-    "objects": "a step's trajectories, if they were gathered",
-}
 Facts = dict[str, float]
 Found = Mapping[str, Sequence[Sequence[Facts]]]  # indices: kind of run, repeat, side
 
 
 def main(argv: list[str]) -> int:
-    place = argv.index("--") if "--" in argv else len(argv)
-    options = read(argv[:place])
-    options.passed_on = argv[place + 1 :]
+    options = read(argv)
     where = machine(options.device)
     with TemporaryDirectory(prefix="scaling-") as folder:
         bench = Bench(options=options, folder=Path(folder))
@@ -94,16 +80,12 @@ def main(argv: list[str]) -> int:
         row("---", "--:", "---", "--:", "---")
         for num_ranks in options.ranks:
             bench.measure(num_ranks)
-        row("transfers", "bytes of a rank", "ms")
-        row("---", "--:", "--:")
-        for num_ranks in (n for n in options.ranks if n > 1):
-            bench.transfers(num_ranks)
     write_json(options.json, bench.figures, where, vars(options))
     return 0
 
 
 def read(argv: list[str]) -> argparse.Namespace:
-    parser = parser_of(__doc__)
+    parser = parser_with_device(__doc__)
     parser.add_argument("--ranks", type=int, nargs="+", help="missing: 1, 2, 4 and 8, if they fit")
     parser.add_argument("--repeats", type=int, default=7, help="blocks of each kind of run")
     parser.add_argument("--block", type=int, default=5, help="steps of a block")
@@ -112,9 +94,9 @@ def read(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--num-generations", type=int, default=8)
     parser.add_argument("--model", help="a warm-started folder; missing: it is made first")
     parser.add_argument("--warm-start-steps", type=int, default=440, help="where it is made")
-    parser.add_argument("--stage-steps", type=int, default=50, help="whose records are gathered")
     parser.add_argument("--layers", type=int, help="of random models, in place of the shape's")
     parser.add_argument("--vocab-size", type=int, help="of random models")
+    parser.add_argument("passed_on", nargs="*", help="after --: flags of every run")
     options = parser.parse_args(argv)
     options.places = len(os.sched_getaffinity(0)) // options.threads
     if options.device == "cuda":
@@ -139,11 +121,10 @@ class Bench:
     figures: Facts = field(default_factory=dict)
     numbers: Any = field(default_factory=count)
 
-    def side(
-        self, num_ranks: int, tasks: int, rank: int = 0, of: int = 1, kind: str = "steps"
-    ) -> Side:
+    def side(self, num_ranks: int, tasks: int, rank: int = 0, of: int = 1) -> Side:
         """Start connected ranks, or one process that does the work of one of `of` ranks."""
-        options, name = self.options, f"{next(self.numbers)}"
+        options = self.options
+        name = f"{next(self.numbers)}"
         values = {
             "model": self.model,
             "tasks-per-step": tasks,
@@ -154,30 +135,26 @@ class Bench:
             "learning-rate": 1e-12,
         }
         flags = [text for key, value in values.items() for text in (f"--{key}", str(value))]
-        flags += ["--curriculum", "mixed", "--replay", "0", "--warm-start-steps", "0"]
-        flags += ["--stage-lr-decay", "constant", "--stage-warmup-steps", "0", "--save-steps", "0"]
-        flags += ["--no-dynamic-sampling", "--validation-steps", "0", "--eval-tasks-per-domain"]
-        flags += ["8"]
-        flags += ["--no-drop-zero-std-groups"] * (
-            options.shape != "tiny"
-        )  # Random weights get no reward.
-        flags += ["--report-to", "none", *options.passed_on]
-        work = Share(
-            kind=kind,
+        flags += [*PLAIN_RUN, "--no-dynamic-sampling"]
+        if options.shape != "tiny":  # Random weights get no reward.
+            flags.append("--no-drop-zero-std-groups")
+        flags += options.passed_on
+        work = Work(
+            kind="block",
             flags=flags,
             num_units=options.repeats + 1,
             device=options.device,
             forced=options.shape != "tiny",
             block=options.block,
-            stage_steps=options.stage_steps,
             rank=rank,
             of=of,
         )
-        return Side(SCRIPT, work, num_ranks, options.threads, self.folder / f"{name}.log")
+        return Side("our_side.py", work, num_ranks, options.threads, self.folder / f"{name}.log")
 
     def measure(self, num_ranks: int) -> None:
         """Measure all kinds of runs on a number of ranks alternately."""
-        weak, strong = self.options.tasks_per_rank * num_ranks, self.options.tasks_per_step
+        weak = self.options.tasks_per_rank * num_ranks
+        strong = self.options.tasks_per_step
         wanted: dict[str, list[tuple[int, int, int, int]]] = {
             "connected": [(num_ranks, weak, 0, 1)]
         }
@@ -202,15 +179,6 @@ class Bench:
         series = series_of(num_ranks, found, self.options.block)
         self.figures |= {f"{name}_{num_ranks}": median(each) for name, each in series.items()}
         show(series, num_ranks, num_ranks <= self.options.places)
-
-    def transfers(self, num_ranks: int) -> None:
-        weak = self.options.tasks_per_rank * num_ranks
-        with self.side(num_ranks, weak, kind="transfers") as side:
-            facts = {name: total / num_ranks for name, total in side.wait().items()}
-        for name, label in TRANSFERS.items():
-            num_bytes, ms = facts[f"{name}_bytes"], facts[f"{name}_ms"]
-            self.figures |= {f"{name}_bytes_{num_ranks}": num_bytes, f"{name}_ms_{num_ranks}": ms}
-            row(f"{num_ranks} ranks: {label}", f"{num_bytes:,.0f}", f"{ms:.3g}")
 
 
 def at_once(sides: Sequence[Side]) -> list[Facts]:
@@ -277,7 +245,8 @@ def show(series: Mapping[str, Sequence[float]], num_ranks: int, fits: bool) -> N
     for name, label in ROWS.items():
         if name not in series:
             continue
-        middle, target = median(series[name]), ""
+        middle = median(series[name])
+        target = ""
         if name == "weak_scaling" and fits and num_ranks in LEAST:
             least = LEAST[num_ranks]
             target = f">= {least}" + ", missed" * (middle < least)

@@ -16,7 +16,6 @@ from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
-import common  # noqa: F401  # adds the repository to sys.path
 import torch
 from common import ready
 from datasets import Dataset
@@ -47,7 +46,9 @@ class Forced(LogitsProcessor):
     """
 
     def __init__(self, model: Any) -> None:
-        self._generate, self._turn, self._column = model.generate, 0, 0
+        self._generate = model.generate
+        self._turn = 0
+        self._column = 0
         self._turns: list[torch.Tensor] = []
         model.generate = self.generate
 
@@ -111,7 +112,8 @@ class AtEachStep(TrainerCallback):
     """Waits at the gate after each optimizer step."""
 
     def __init__(self, trainer: Trainer, gate: Gate) -> None:
-        self._trainer, self._gate = trainer, gate
+        self._trainer = trainer
+        self._gate = gate
 
     def on_step_end(self, *arguments: Any, **options: Any) -> None:
         self._gate(self._trainer.counts)
@@ -231,7 +233,8 @@ def replayed(folder: Path, num_rows: int) -> dict[str, Any]:
 
 def sample(trainer: Any, work: Work, groups: Sequence[list[dict[str, Any]]], gate: Gate) -> None:
     """Sample the episodes of each step, always from the same weights."""
-    ranks, at_once = trainer.accelerator, work.batch * work.steps_per_generation
+    ranks = trainer.accelerator
+    at_once = work.batch * work.steps_per_generation
     trainer.model.train()  # TRL samples in training mode.
     for rows in groups:
         mine = rows[ranks.process_index :: ranks.num_processes]

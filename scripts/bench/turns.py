@@ -11,24 +11,29 @@ import argparse
 import dataclasses
 import json
 import os
-import socket
 import subprocess
 import sys
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from common import ROOT, model_of, ratios_of, ready
+from common import finish_run, memory_mb, model_of, ready
+
+from scripts.proofs.ranks import free_port
 
 if TYPE_CHECKING:
     from pipeline.data.tasks import Task
     from pipeline.preflight.prepare import Prepared
 
 HERE = Path(__file__).resolve().parent
+PLAIN_RUN = [  # flags of all compared runs
+    *("--curriculum", "mixed", "--replay", "0", "--warm-start-steps", "0", "--save-steps", "0"),
+    *("--stage-lr-decay", "constant", "--stage-warmup-steps", "0", "--validation-steps", "0"),
+    *("--eval-tasks-per-domain", "8", "--report-to", "none"),
+]
 TOOL_TURNS = 4  # tool calls of an episode with given messages
 PARTING_TURN = 2  # first turn in which the episodes of a group differ
 # Environment variables that a launcher sets for each rank.
@@ -39,7 +44,7 @@ PLACE = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", 
 class Work:
     """The work of a side. Its processes get the fields as JSON."""
 
-    kind: str  # "step", "sampling" (of a step) or "update" (on fixed episodes)
+    kind: str  # "step", "sampling" (of a step), "update" (on fixed episodes) or "block" (of steps)
     flags: list[str]  # flags of pipeline/run.py for both trainers
     num_units: int  # number of units, including the warm-up
     device: str = "cpu"
@@ -48,16 +53,20 @@ class Work:
     steps_per_generation: int = 1
     exchange: str = ""  # folder with the trajectories of an update
     microbatch_tokens: int = 0  # our token budget in an update; 0: TRL's
+    rank: int = 0  # separate run: the rank whose work the process does
+    of: int = 1  # separate run: the number of ranks
+    block: int = 1  # steps per unit
 
 
 class Gate:
     """Makes a process of a side wait between units."""
 
     def __init__(self, device: str) -> None:
-        self._device, self._begun = device, (time.perf_counter(), time.process_time())
+        self._device = device
+        self._begun = (time.perf_counter(), time.process_time())
         self._out = os.fdopen(os.dup(1), "w")
         os.dup2(2, 1)  # sends output of libraries to the log
-        self._level = resident_mb("VmRSS")
+        self._level = memory_mb("VmRSS")
 
     def __call__(self, facts: Mapping[str, float]) -> None:
         """Report the finished unit and wait for the next unit. Exit if there is no other unit."""
@@ -65,7 +74,7 @@ class Gate:
         now = (time.perf_counter(), time.process_time())
         seconds, cpu_s = (b - a for a, b in zip(self._begun, now, strict=True))
         answer = {"seconds": seconds, "cpu_s": cpu_s, "peak_mb": self._peak_mb()}
-        answer |= {"whole_mb": resident_mb("VmHWM"), **facts}
+        answer |= {"whole_mb": memory_mb("VmHWM"), **facts}
         print(json.dumps(answer), file=self._out, flush=True)
         if not sys.stdin.readline():
             os._exit(0)  # An open gloo group may abort a normal exit.
@@ -76,28 +85,16 @@ class Gate:
             import torch
 
             return torch.cuda.max_memory_allocated() / 1e6
-        return resident_mb("VmHWM") - self._level
-
-
-def resident_mb(name: str) -> float:
-    """Resident memory of this process in MB, now (VmRSS) or at its peak (VmHWM).
-
-    Unlike `ru_maxrss`, the peak excludes memory of the parent process.
-    """
-    for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines():
-        if line.startswith(f"{name}:"):
-            return int(line.split()[1]) * 1024 / 1e6
-    raise RuntimeError(f"/proc/self/status has no {name}")
+        return memory_mb("VmHWM") - self._level
 
 
 class Side:
     """The parent's connection to the processes of one trainer."""
 
     def __init__(self, script: str, work: Work, num_ranks: int, threads: int, log: Path) -> None:
-        self._name, self._log = script, log
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
+        self._name = script
+        self._log = log
+        port = free_port()
         environ = {key: value for key, value in os.environ.items() if key not in PLACE}
         environ |= {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "passive"}
         environ |= {"TRL_EXPERIMENTAL_SILENCE": "1", "TOKENIZERS_PARALLELISM": "false"}
@@ -167,14 +164,13 @@ def in_turns(
     ours: Side, theirs: Side, repeats: int, kind: str
 ) -> list[tuple[dict[str, float], dict[str, float]]]:
     """Run units of two sides alternately; the side that starts a pair alternates, too."""
-    found: tuple[list[dict[str, float]], list[dict[str, float]]] = ([], [])
-
-    def once(side: Side, kept: list[dict[str, float]]) -> float:
-        kept.append(complete(side.unit(), kind))
-        return kept[-1]["s"]
-
-    ratios_of(partial(once, ours, found[0]), partial(once, theirs, found[1]), repeats)
-    return list(zip(*found, strict=True))
+    pairs = []
+    for number in range(repeats):
+        found: dict[Side, dict[str, float]] = {}
+        for side in (ours, theirs) if number % 2 == 0 else (theirs, ours):
+            found[side] = complete(side.unit(), kind)
+        pairs.append((found[ours], found[theirs]))
+    return pairs
 
 
 def complete(facts: Mapping[str, float], kind: str) -> dict[str, float]:
@@ -246,11 +242,12 @@ def make_model(options: argparse.Namespace, folder: Path) -> str:
     """The folder of the initial model of both sides: warm-started, or with random weights."""
     if options.shape != "tiny":
         return random_model(folder / "random", options, options.shape)
-    flags = ["--max-steps", "0", "--warm-start-steps", str(options.warm_start_steps)]
-    flags += ["--eval-tasks-per-domain", "8", "--eval-trials", "1", "--report-to", "none"]
-    flags += ["--num-gpus", "1", "--output-dir", str(folder / "warm")]
-    run = [sys.executable, str(ROOT / "pipeline" / "run.py"), *flags]
-    subprocess.run(run, check=True, stdout=subprocess.DEVNULL)
+    flags = [
+        *("--max-steps", "0", "--warm-start-steps", str(options.warm_start_steps)),
+        *("--eval-tasks-per-domain", "8", "--eval-trials", "1", "--report-to", "none"),
+        *("--num-gpus", "1", "--output-dir", str(folder / "warm")),
+    ]
+    finish_run(flags, folder / "warm.log")
     return str(folder / "warm" / "checkpoints" / "warm-start")
 
 

@@ -1,7 +1,6 @@
 """Kill a run at random moments, resume it, and compare its result with an undisturbed run.
 
     python scripts/proofs/chaos.py --kills 100
-    python scripts/proofs/chaos.py --machines 2 --kills 30    # Linux, root: chaos_machines.py
 
 The script first makes one undisturbed run of three short stages. The script then kills the same run
 at random moments: SIGKILL to one rank, to all ranks or to the launcher, or SIGTERM to the launcher.
@@ -12,25 +11,20 @@ A run that finishes must have the same SHA-256 sums as the undisturbed run: of t
 each stage, and of metrics.jsonl. A damaged checkpoint of a stage is only counted if no resume
 needed the checkpoint. No process may be left after a kill, and the death of a rank must end the
 other ranks. New runs start until all kills are done. With `--at-checkpoints`, a kill comes after a
-step is saved instead of at a random moment. Flags after `--` are passed to every run. With
-`--machines 2`, one launcher on each of two network namespaces starts the ranks, and machines, links
-and launchers fail, too.
+step is saved instead of at a random moment. Flags after `--` are passed to every run.
 """
 
 from __future__ import annotations
 
-import argparse
 import hashlib
-import os
 import re
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
@@ -40,24 +34,24 @@ import psutil
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from scripts.bench.common import ROOT, machine, write_json
+from scripts.bench.common import finish_run, machine, parser_of, start_run, write_json
 
-RUN = ROOT / "pipeline" / "run.py"
 KINDS = ("one rank", "all ranks", "launcher", "SIGTERM")
 Moment = Callable[[], bool]  # returns whether the time for a kill has come
-Processes = list[subprocess.Popen[bytes]]
 RESUMED = re.compile(r"^resuming from step-\d+: ", re.MULTILINE)
 LIMIT_S = 60.0  # seconds in which all processes must end after a kill
-SHORT = "--tasks-per-step 6 --num-generations 6 --eval-tasks-per-domain 4 --eval-trials 1 "
-SHORT += "--validation-steps 2 --validation-tasks 3 --report-to none --max-steps 6 --save-steps 1 "
-SHORT += "--num-iterations 2 --dynamic-sampling --max-resample-times 1 --warm-start-steps 6"
+SHORT = (
+    "--tasks-per-step 6 --num-generations 6 --eval-tasks-per-domain 4 --eval-trials 1 "
+    "--validation-steps 2 --validation-tasks 3 --report-to none --max-steps 6 --save-steps 1 "
+    "--num-iterations 2 --dynamic-sampling --max-resample-times 1 --warm-start-steps 6"
+)
 
 
 @dataclass(kw_only=True)
 class Tally:
     """Counts and times over all kills."""
 
-    kills: dict[str, int] = field(default_factory=dict)
+    kills: dict[str, int] = field(default_factory=lambda: dict.fromkeys(KINDS, 0))
     damaged: int = 0
     num_left: int = 0  # damaged checkpoints of stages that no resume needed
     num_ends: int = 0  # number of finished runs
@@ -65,41 +59,32 @@ class Tally:
     faults: list[str] = field(default_factory=list)
     steps_lost: list[int] = field(default_factory=list)
     end_s: dict[str, list[float]] = field(default_factory=dict)  # seconds from a kill to the end
-    name_s: dict[str, list[float]] = field(default_factory=dict)  # seconds until a rank is named
     resume_s: list[float] = field(default_factory=list)  # seconds to the first new metrics line
 
 
 def main(argv: Sequence[str]) -> int:
-    split = argv.index("--") if "--" in argv else len(argv)
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--kills", type=int, default=100)
-    parser.add_argument("--machines", type=int, default=1, choices=[1, 2])
-    parser.add_argument("--timeout", type=float, default=20.0, help="seconds, with 2 machines")
-    parser.add_argument("--num-gpus", type=int, default=2, help="ranks, of all machines")
+    parser.add_argument("--num-gpus", type=int, default=2, help="ranks")
     parser.add_argument("--seed", type=int, default=0, help="of the moments and kinds of kills")
     parser.add_argument("--warm-start-steps", type=int, default=150, help="of the model to train")
     parser.add_argument("--at-checkpoints", action="store_true", help="not at random moments")
-    parser.add_argument("--json", type=Path, help="write the figures here as well")
-    options = parser.parse_args(argv[:split])
+    parser.add_argument("passed_on", nargs="*", help="after --: flags of every run")
+    options = parser.parse_args(argv)
     where = machine()
-    with tempfile.TemporaryDirectory(prefix="chaos-") as temporary, ExitStack() as stack:
+    with tempfile.TemporaryDirectory(prefix="chaos-") as temporary:
         folder = Path(temporary)
         command = prepare(folder, options.num_gpus, options.warm_start_steps)
-        command += argv[split + 1 :]
-        place = OneMachine(Random(options.seed))
-        if options.machines == 2:
-            from scripts.proofs.chaos_machines import TwoMachines, two_machines
-
-            machines = stack.enter_context(two_machines(folder))
-            place = TwoMachines(place.random, machines, options.num_gpus // 2, options.timeout)
-            command += ["--timeout", str(options.timeout), "--call-timeout", "9"]
-        begun, run, tally = time.perf_counter(), folder / "undisturbed", place.tally
-        live(place, [*command, "--output-dir", str(run)], run, folder / "log", None)
+        command += options.passed_on
+        tally = Tally()
+        random = Random(options.seed)
+        run = folder / "undisturbed"
+        begun = time.perf_counter()
+        live([*command, "--output-dir", str(run)], run, folder / "log", tally, random)
         length_s = time.perf_counter() - begun
         if not tally.faults:
-            torment(place, command, folder, options.kills, length_s, options.at_checkpoints)
+            within_s = 0.0 if options.at_checkpoints else length_s
+            torment(command, folder, options.kills, within_s, tally, random)
     figures = figures_of(tally, options.kills)
     where |= {"num_ranks": options.num_gpus, "undisturbed_s": round(length_s, 1)}
     print("\n".join(f"{name:<41}{value:g}" for name, value in figures.items()))
@@ -116,56 +101,39 @@ def prepare(folder: Path, num_ranks: int, warm_start_steps: int) -> list[str]:
     command = [*SHORT.split(), "--num-gpus", str(num_ranks)]
     if not warm_start_steps:
         return command
-    flags = f"--warm-start-steps {warm_start_steps} --max-steps 0 --eval-tasks-per-domain 1 "
-    flags += "--eval-trials 1 --report-to none"
-    finish([*flags.split(), "--output-dir", str(folder / "model")], folder / "log")
+    flags = (
+        f"--warm-start-steps {warm_start_steps} --max-steps 0 --eval-tasks-per-domain 1 "
+        "--eval-trials 1 --report-to none"
+    )
+    finish_run([*flags.split(), "--output-dir", str(folder / "model")], folder / "log")
     model = folder / "model" / "checkpoints" / "warm-start"
     return [*command, "--model", str(model)]
 
 
-def start(flags: Sequence[str], log: Path) -> subprocess.Popen[bytes]:
-    """Start a run in a new process group."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    with log.open("ab") as file:
-        return subprocess.Popen(
-            [sys.executable, str(RUN), *flags],
-            env=environment,
-            stdout=file,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-
-
-def finish(flags: Sequence[str], log: Path) -> None:
-    if code := start(flags, log).wait():
-        raise RuntimeError(f"exit code {code} of {' '.join(flags)}:\n{log.read_text()[-3000:]}")
-
-
 def torment(
-    place: OneMachine,
     command: Sequence[str],
     folder: Path,
     num_kills: int,
     within_s: float,
-    at_checkpoints: bool,
+    tally: Tally,
+    random: Random,
 ) -> None:
     """Kill and resume runs until all kills are done, and let the last run finish.
 
-    A kill comes at most `within_s` seconds after a start, or after a step is saved.
+    A kill comes at most `within_s` seconds after a start, or, if that is 0, after a step is saved.
     """
-    tally, random = place.tally, place.random
     number = 0
     while sum(tally.kills.values()) < num_kills and len(tally.faults) < 5:
         number += 1
         spoilt = set[str]()  # SHA-256 sums and names of damaged files
-        run, log = folder / f"run-{number}", folder / f"log-{number}"
+        run = folder / f"run-{number}"
+        log = folder / f"log-{number}"
         flags = [*command, "--output-dir", str(run), "--resume-from-checkpoint", "auto"]
         while True:
             moment = None
             if sum(tally.kills.values()) < num_kills:
-                at_random = None if at_checkpoints else after(random.uniform(0, within_s))
-                moment = at_random or after_a_save(run)
-            if live(place, flags, run, log, moment):
+                moment = after(random.uniform(0, within_s)) if within_s else after_a_save(run)
+            if live(flags, run, log, tally, random, moment):
                 break
             if random.random() < 0.4:
                 spoilt |= damage(run / "checkpoints", random)
@@ -174,10 +142,11 @@ def torment(
         tally.num_resumed += len(RESUMED.findall(log.read_text(encoding="utf-8")))
         found = digests(run)
         expected = digests(folder / "undisturbed")
+        last = [name for name in expected if name.startswith("parameters")][-1]
         for what, digest in expected.items():
             stage = what.removeprefix("parameters of ")  # a resume may have put it aside
             is_aside = what not in found and f"{stage}/manifest.json" in spoilt
-            if (is_aside or found.get(what) in spoilt) and what != last_of(expected):
+            if (is_aside or found.get(what) in spoilt) and what != last:
                 tally.num_left += 1  # No resume needed the damaged file.
             elif found.get(what) != digest:
                 tally.faults.append(f"run {number}: {what} differ; the run's output:")
@@ -198,61 +167,48 @@ def after_a_save(run: Path) -> Moment:
 
 
 def live(
-    place: OneMachine, flags: Sequence[str], run: Path, log: Path, moment: Moment | None
+    flags: Sequence[str],
+    run: Path,
+    log: Path,
+    tally: Tally,
+    random: Random,
+    moment: Moment | None = None,
 ) -> bool:
     """Start or resume a run. Returns True if the run ends by itself, False after a kill."""
-    tally = place.tally
-    lines, begun, resumed = num_lines(run), time.perf_counter(), False
-    kind = place.random.choice(place.kinds) if moment is not None else ""
-    launchers = place.start(flags, log, kind)
-    while any(launcher.poll() is None for launcher in launchers):
+    lines = num_lines(run)
+    begun = time.perf_counter()
+    resumed = False
+    kind = random.choice(KINDS) if moment is not None else ""
+    launcher = start_run(flags, log)
+    while launcher.poll() is None:
         time.sleep(0.05)
         if not resumed and num_lines(run) > lines > 0:
             resumed = True
             tally.resume_s.append(time.perf_counter() - begun)
-        is_due = moment is not None and moment()
-        if is_due and place.kill(kind, launchers, log):
-            for launcher in launchers:
-                launcher.wait()
-            tally.steps_lost.append(max(0, num_steps(run) - saved_step(run)))
+        if moment is not None and moment():
+            kill(kind, launcher.pid, tally, random)
+            launcher.wait()
+            tally.steps_lost.append(max(0, num_lines(run, b'"kind": "train"') - saved_step(run)))
             return False
-    if any(codes := [launcher.returncode for launcher in launchers]):
-        tally.faults.append(f"exit codes {codes}:\n{log.read_text()[-4000:]}")
+    if launcher.returncode:
+        tally.faults.append(f"exit code {launcher.returncode}:\n{log.read_text()[-4000:]}")
     return True
 
 
-class OneMachine:
-    """This machine, where `pipeline/run.py` is the launcher."""
-
-    kinds = KINDS
-
-    def __init__(self, random: Random) -> None:
-        self.random, self.tally = random, Tally(kills=dict.fromkeys(self.kinds, 0))
-
-    def start(self, flags: Sequence[str], log: Path, kind: str) -> Processes:
-        """Start a run that gets this kind of kill; return its launchers."""
-        return [start(flags, log)]
-
-    def kill(self, kind: str, launchers: Processes, log: Path) -> bool:
-        """Kill, wait for the end, and count; returns False if it is too early for this kind."""
-        (process,) = launchers
-        launcher = psutil.Process(process.pid)  # listed before the kill, which may end them
-        processes, ranks = [launcher, *launcher.children(recursive=True)], ranks_of(launcher)
-        kind = kind if ranks else "launcher"
-        victims = {"one rank": ranks and [self.random.choice(ranks)], "all ranks": ranks}
-        for victim in victims.get(kind, [launcher]):
-            with suppress(psutil.NoSuchProcess):
-                victim.send_signal(signal.SIGTERM if kind == "SIGTERM" else signal.SIGKILL)
-        self.count_ends(kind, time.perf_counter(), processes)
-        return True
-
-    def count_ends(self, kind: str, killed_at: float, processes: list[psutil.Process]) -> None:
-        """Count a kill, and wait until the processes have ended."""
-        self.tally.kills[kind] += 1
-        for left in still_alive(processes, LIMIT_S):
-            self.tally.faults.append(f"{kind}: process {left.pid} is alive after {LIMIT_S:.0f} s")
-            left.kill()
-        self.tally.end_s.setdefault(kind, []).append(time.perf_counter() - killed_at)
+def kill(kind: str, launcher: int, tally: Tally, random: Random) -> None:
+    """Kill a run or a part of it, wait for the end of all its processes, and count."""
+    processes = family(launcher)  # listed before the kill, which may end them
+    ranks = ranks_of(processes[0])
+    kind = kind if ranks else "launcher"
+    victims = {"one rank": ranks and [random.choice(ranks)], "all ranks": ranks}
+    number = signal.SIGTERM if kind == "SIGTERM" else signal.SIGKILL
+    send(number, victims.get(kind, processes[:1]))
+    killed_at = time.perf_counter()
+    tally.kills[kind] += 1
+    for left in still_alive(processes, LIMIT_S):
+        tally.faults.append(f"{kind}: process {left.pid} is alive after {LIMIT_S:.0f} s")
+        left.kill()
+    tally.end_s.setdefault(kind, []).append(time.perf_counter() - killed_at)
 
 
 def ranks_of(launcher: psutil.Process) -> list[psutil.Process]:
@@ -263,6 +219,19 @@ def ranks_of(launcher: psutil.Process) -> list[psutil.Process]:
             if not any(word.endswith("sentinel.py") for word in child.cmdline()):
                 found.append(child)
     return found
+
+
+def family(pid: int) -> list[psutil.Process]:
+    """A launcher and all processes below it."""
+    launcher = psutil.Process(pid)
+    return [launcher, *launcher.children(recursive=True)]
+
+
+def send(number: signal.Signals, processes: Sequence[psutil.Process]) -> None:
+    """Send a signal to all processes that are still there."""
+    for process in processes:
+        with suppress(psutil.NoSuchProcess):
+            process.send_signal(number)
 
 
 def still_alive(processes: Sequence[psutil.Process], limit_s: float) -> list[psutil.Process]:
@@ -298,14 +267,10 @@ def damage(folder: Path, random: Random) -> set[str]:
     return {hashlib.sha256(content).hexdigest(), str(path.relative_to(folder))}
 
 
-def num_lines(run: Path) -> int:
+def num_lines(run: Path, text: bytes = b"\n") -> int:
+    """The number of the run's metrics lines that hold a text."""
     path = run / "metrics.jsonl"
-    return path.read_bytes().count(b"\n") if path.is_file() else 0
-
-
-def num_steps(run: Path) -> int:
-    path = run / "metrics.jsonl"
-    return path.read_bytes().count(b'"kind": "train"') if path.is_file() else 0
+    return path.read_bytes().count(text) if path.is_file() else 0
 
 
 def saved_step(run: Path) -> int:
@@ -323,11 +288,6 @@ def digests(run: Path) -> dict[str, str]:
     }
 
 
-def last_of(found: dict[str, str]) -> str:
-    """The name of the parameters at the end of the run."""
-    return [name for name in found if name.startswith("parameters")][-1]
-
-
 def figures_of(tally: Tally, num_kills: int) -> dict[str, float]:
     figures = {
         "kills survived": float(sum(tally.kills.values()) if not tally.faults else 0),
@@ -340,7 +300,6 @@ def figures_of(tally: Tally, num_kills: int) -> dict[str, float]:
     }
     rows = {"steps lost per kill": tally.steps_lost, "seconds to resume": tally.resume_s}
     rows |= {f"seconds to end, {kind}": values for kind, values in tally.end_s.items()}
-    rows |= {f"seconds to name, {kind}": values for kind, values in tally.name_s.items()}
     for name, values in ((name, values) for name, values in rows.items() if values):
         figures |= {f"{name}, median": median(values), f"{name}, largest": max(values)}
     return figures

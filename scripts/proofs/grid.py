@@ -223,7 +223,7 @@ def update(cell: Cell, accelerator: Any, ranks: Ranks) -> Outcome:
     statistics = updater.update_policy(
         [rows[i] for i in mine], [advantages[i] for i in mine], learning_rate=1e-3
     )
-    digests = ranks.all_gather_objects(_digest(model), "digests")
+    digests = ranks.all_gather_objects(parameter_hash(model.named_parameters()), "digests")
     parameters = _flat(p.detach() for p in model.parameters())
     same = len(set(digests)) == 1
     return Outcome(gradient=gradients[0], parameters=parameters, statistics=statistics, same=same)
@@ -245,10 +245,6 @@ class _CutUpdater(Updater):
 
 def _flat(tensors: Any) -> np.ndarray[Any, Any]:
     return torch.cat([tensor.double().flatten() for tensor in tensors]).numpy().copy()
-
-
-def _digest(model: Any) -> str:
-    return parameter_hash(model.named_parameters())
 
 
 def _updates_on_this_rank(cells: Sequence[Cell]) -> dict[Cell, Outcome] | None:

@@ -11,27 +11,23 @@ are passed to every run.
 
 from __future__ import annotations
 
-import argparse
-import json
-import os
-import platform
-import subprocess
 import sys
-import time
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
-Results = dict[str, Any]
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from scripts.bench.common import finish_run, machine, parser_of, results_of, write_json
+
+HEADING = (
+    f"{'run':<36}{'before':>8}{'after':>8}{'change (95 %)':>20}  {'domains at the end':<34}"
+    f"{'greedy':>16}{'seconds':>9}"
+)
 
 
 def main(argv: list[str]) -> int:
-    place = argv.index("--") if "--" in argv else len(argv)
-    own, passed_on = argv[:place], argv[place + 1 :]
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--recipes", nargs="+", default=["three_domain_tiny", "mixed"])
     parser.add_argument(
@@ -41,54 +37,35 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--split", default="test", choices=["validation", "test"])
     parser.add_argument("--output-dir", type=Path, default=Path("runs/learning"))
     parser.add_argument("--reuse", action="store_true", help="keep runs that are finished already")
-    parser.add_argument("--json", type=Path, help="write the figures here as well")
-    options = parser.parse_args(own)
-    jobs = [(recipe, seed, False) for recipe in options.recipes for seed in options.seeds]
+    parser.add_argument("passed_on", nargs="*", help="after --: flags of every run")
+    options = parser.parse_args(argv)
+    jobs = [(recipe, seed, "") for recipe in options.recipes for seed in options.seeds]
     if options.control:
-        jobs += [(options.recipes[0], seed, True) for seed in options.seeds]
-    rows = []
+        jobs += [(options.recipes[0], seed, "-control") for seed in options.seeds]
+    found: dict[str, Any] = {}
+    print(HEADING)
     for recipe, seed, control in jobs:
-        name = f"{recipe}{'-control' if control else ''}-seed-{seed}"
-        folder = options.output_dir / name
-        flags = ["--config", recipe, "--seed", str(seed), "--num-gpus", str(options.num_gpus)]
-        flags += ["--eval-split", options.split, "--output-dir", str(folder), *passed_on]
-        if control:
-            flags.append("--permute-rewards")
-        if not (options.reuse and (folder / "report.md").exists()):
-            run(flags)
-        seconds = float(results_of(folder)["wall_s"])
-        rows.append({"name": name, "seconds": seconds, **figures(results_of(folder))})
-        print(table(rows[-1:], heading=len(rows) == 1), flush=True)
-    if options.json:
-        machine = {
-            "cores": os.cpu_count(),
-            "machine": platform.machine(),
-            "date": time.strftime("%Y-%m-%d"),
-        }
-        settings = {"ranks": options.num_gpus, "split": options.split, "flags": passed_on}
-        content = {
-            "figures": {row["name"]: row for row in rows},
-            "machine": machine,
-            "settings": settings,
-        }
-        options.json.write_text(json.dumps(content, indent=1), encoding="utf-8")
+        name = f"{recipe}{control}-seed-{seed}"
+        flags = ["--config", recipe, "--seed", str(seed), "--eval-split", options.split]
+        flags += [*options.passed_on, *["--permute-rewards"] * bool(control)]
+        found[name] = trained(options.output_dir / name, flags, options)
+        print(line_of(name, found[name]), flush=True)
+    write_json(options.json, found, machine(), vars(options))
     return 0
 
 
-def run(flags: list[str]) -> None:
-    """Make one run. The script exits with the exit code of a failed run."""
-    command = [sys.executable, str(ROOT / "pipeline" / "run.py"), *flags]
-    code = subprocess.run(command, check=False, stdout=subprocess.DEVNULL).returncode
-    if code:
-        sys.exit(code)
+def trained(folder: Path, flags: list[str], options: Any, **place: Any) -> dict[str, Any]:
+    """Make a run in a folder, unless it is to be reused; return its figures and its seconds."""
+    folder = folder.resolve()
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    if not (options.reuse and (folder / "report.md").exists()):
+        flags = [*flags, "--num-gpus", str(options.num_gpus), "--output-dir", str(folder)]
+        finish_run(flags, folder.with_name(f"{folder.name}.log"), **place)
+    results = results_of(folder)
+    return {**figures(results), "seconds": float(results["wall_s"]), "folder": str(folder)}
 
 
-def results_of(folder: Path) -> Results:
-    read: Results = json.loads((folder / "results.json").read_text(encoding="utf-8"))
-    return read
-
-
-def figures(results: Results) -> dict[str, Any]:
+def figures(results: dict[str, Any]) -> dict[str, Any]:
     """Sampled and greedy success before GRPO and at the end: means, and values per domain."""
     before = [e for e in results["evaluations"] if e["after"] in ("start", "warm_start")][-1][
         "success"
@@ -110,23 +87,15 @@ def figures(results: Results) -> dict[str, Any]:
     }
 
 
-def table(rows: list[dict[str, Any]], heading: bool) -> str:
-    """Format one line per run."""
-    lines = []
-    if heading:
-        lines.append(
-            f"{'run':<36}{'before':>8}{'after':>8}{'change (95 %)':>20}  {'domains at the end':<34}"
-            f"{'greedy':>16}{'seconds':>9}"
-        )
-    for row in rows:
-        domains = "  ".join(f"{name} {value:.2f}" for name, value in row["domains"].items())
-        change = f"{row['change']:+.3f} +- {row['change_interval']:.3f}"
-        greedy = f"{row['greedy_before']:.2f} -> {row['greedy_after']:.2f}"
-        lines.append(
-            f"{row['name']:<36}{row['before']:>8.3f}{row['after']:>8.3f}{change:>20}  {domains:<34}"
-            f"{greedy:>16}{row['seconds']:>9.0f}"
-        )
-    return "\n".join(lines)
+def line_of(name: str, row: dict[str, Any]) -> str:
+    """Format the line of one run."""
+    domains = "  ".join(f"{domain} {value:.2f}" for domain, value in row["domains"].items())
+    change = f"{row['change']:+.3f} +- {row['change_interval']:.3f}"
+    greedy = f"{row['greedy_before']:.2f} -> {row['greedy_after']:.2f}"
+    return (
+        f"{name:<36}{row['before']:>8.3f}{row['after']:>8.3f}{change:>20}  {domains:<34}"
+        f"{greedy:>16}{row['seconds']:>9.0f}"
+    )
 
 
 if __name__ == "__main__":

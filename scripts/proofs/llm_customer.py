@@ -32,18 +32,17 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 from urllib.error import URLError
-from urllib.request import urlopen
-
-import psutil
+from urllib.request import Request, urlopen
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from pipeline.endpoints.language_model import key_of
-from scripts.bench.common import machine, write_json
-from scripts.proofs.chaos import digests, ranks_of, start, still_alive
-from scripts.proofs.serve_export import SERVE, free_port, post
+from scripts.bench.common import finish_run, machine, parser_of, start_run, write_json
+from scripts.proofs.chaos import digests, family, ranks_of, send, still_alive
+from scripts.proofs.ranks import free_port
 from tests.support.endpoint import ChatServer, serving
 
+SERVE = "from transformers.cli.transformers import main; main()"
 NAME = "customer"  # the model's name at the server
 SHORT = {"max_tokens": 16}  # a random model does not stop by itself
 GONE_S = 10.0
@@ -74,6 +73,12 @@ class Proxy(ChatServer):
             return [key_of_body(json.loads(text)) for text in self.paid.elements()]
 
 
+def post(url: str, body: dict[str, Any]) -> Any:
+    request = Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
+    with urlopen(request) as answer:
+        return json.load(answer)
+
+
 def key_of_body(body: dict[str, Any]) -> str:
     """The key under which a run keeps the answer to a call."""
     names = ("model", "temperature", "seed", "messages")
@@ -90,15 +95,12 @@ def keys_on_disk(run: Path) -> set[str]:
 
 
 def main(argv: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--tau2", type=Path, required=True, help="checkout of tau2-bench")
     parser.add_argument("--vllm", type=Path, help="Python with vLLM, to serve with vLLM")
     parser.add_argument("--kills", type=int, default=5)
     parser.add_argument("--busy", type=float, default=60.0, help="seconds of status 429")
     parser.add_argument("--num-gpus", type=int, default=2, help="ranks")
-    parser.add_argument("--json", type=Path, help="write the figures here as well")
     options = parser.parse_args(argv)
     with tempfile.TemporaryDirectory(prefix="llm-customer-") as temporary:
         folder = Path(temporary)
@@ -106,7 +108,10 @@ def main(argv: Sequence[str]) -> int:
         with served(folder / NAME, options.vllm) as real:
             figures, faults = prove(folder, real, options)
     print("\n".join(f"{name:<44}{value}" for name, value in figures.items()))
-    where = machine() | {"num_ranks": options.num_gpus, "server": server_name(options.vllm)}
+    where = machine() | {
+        "num_ranks": options.num_gpus,
+        "server": "vLLM" if options.vllm else "transformers serve",
+    }
     print("  ".join(f"{name} {value}" for name, value in where.items()))
     print("\n".join(faults))
     write_json(options.json, figures, where, vars(options))
@@ -124,22 +129,14 @@ def prove(folder: Path, real: str, options: argparse.Namespace) -> tuple[dict[st
         figures: dict[str, Any] = {"undisturbed: seconds": round(time.perf_counter() - begun)}
         paid = server.asked()
         figures["undisturbed: calls, different calls"] = f"{len(paid)}, {len(set(paid))}"
-        tell(figures)
         expected = digests(folder / "undisturbed")
         server.paid.clear()
         figures |= killed(flags, folder / "killed", server, len(paid), options.kills, faults)
         faults += differences("killed", expected, digests(folder / "killed"))
-        tell(figures)
     figures |= disturbed(flags, folder / "disturbed", real, port, options.busy, faults)
     faults += differences("disturbed", expected, digests(folder / "disturbed"))
-    tell(figures)
     figures |= agent(folder / "undisturbed", folder / "agent", real, faults)
     return figures, faults
-
-
-def tell(figures: dict[str, Any]) -> None:
-    name, value = list(figures.items())[-1]
-    print(f"{name}: {value}", flush=True)
 
 
 def differences(run: str, expected: dict[str, str], found: dict[str, str]) -> list[str]:
@@ -155,7 +152,8 @@ def temperature_faults(real: str) -> list[str]:
         found = [post(f"{real}/v1/chat/completions", body) for body in bodies]
         return [of["choices"][0]["message"]["content"] for of in found]
 
-    greedy, sampled = answers(0.0, range(5)), answers(1.0, [*range(5), *range(5)])
+    greedy = answers(0.0, range(5))
+    sampled = answers(1.0, [*range(5), *range(5)])
     print(f"temperature 0: {greedy[0]!r}\ntemperature 1: {sampled[0]!r}", flush=True)
     faults = [] if len(set(greedy)) == 1 else ["temperature 0: answers differ"]
     faults += [] if len(set(sampled[:5])) == 5 else ["temperature 1: equal answers"]
@@ -165,12 +163,8 @@ def temperature_faults(real: str) -> list[str]:
 
 
 def finish(flags: Sequence[str], run: Path) -> str:
-    """Make a whole run, and return its output."""
-    log = run.with_suffix(".log")
-    code = start([*flags, "--output-dir", str(run)], log).wait()
-    if code:
-        raise RuntimeError(f"exit code {code}:\n{log.read_text()[-3000:]}")
-    return log.read_text()
+    """Make a whole run in a folder, and return its output."""
+    return finish_run([*flags, "--output-dir", str(run)], run.with_suffix(".log"))
 
 
 def killed(
@@ -178,19 +172,19 @@ def killed(
 ) -> dict[str, Any]:
     """Kill a run after equal shares of its calls, resume it each time, and let it end."""
     flags = [*flags, "--resume-from-checkpoint", "auto"]
-    saved, twice, lost = set[str](), 0, 0
+    saved = set[str]()
+    twice = 0
+    lost = 0
     for number in range(1, kills + 1):
-        process = start([*flags, "--output-dir", str(run)], run.with_suffix(".log"))
+        process = start_run([*flags, "--output-dir", str(run)], run.with_suffix(".log"))
         while process.poll() is None and sum(server.paid.values()) < total // (kills + 1):
             time.sleep(0.01)
         if process.poll() is not None:
             faults.append(f"kill {number}: the run had ended with exit code {process.returncode}")
             return {}
-        launcher = psutil.Process(process.pid)
-        every, ranks = [launcher, *launcher.children(recursive=True)], ranks_of(launcher)
-        for victim in ranks if number % 2 else ranks[:1]:
-            with suppress(psutil.NoSuchProcess):
-                victim.send_signal(signal.SIGKILL)
+        every = family(process.pid)
+        ranks = ranks_of(every[0])
+        send(signal.SIGKILL, ranks if number % 2 else ranks[:1])
         faults += [f"kill {number}: process {p.pid} is alive" for p in still_alive(every, 60.0)]
         process.wait()
         asked = server.asked()
@@ -219,7 +213,8 @@ def disturbed(
     thread = threading.Thread(target=lambda: output.append(finish(flags, run)))
     with proxy(real, port) as server:
         thread.start()
-        wait_for(lambda: sum(server.paid.values()) >= 20, thread)
+        while thread.is_alive() and sum(server.paid.values()) < 20:
+            time.sleep(0.02)
         with server.lock:
             server.faults += [429] * 1_000_000
         time.sleep(busy_s)
@@ -255,11 +250,6 @@ def agent(run: Path, out: Path, real: str, faults: list[str]) -> dict[str, Any]:
     return {f"agent: success in {domain}": of["mean"] for domain, of in found.items()}
 
 
-def wait_for(done: Any, thread: threading.Thread) -> None:
-    while thread.is_alive() and not done():
-        time.sleep(0.02)
-
-
 @contextmanager
 def proxy(real: str, port: int = 0) -> Iterator[Proxy]:
     with serving(lambda body: server.forward(body), port, Proxy) as server:
@@ -289,10 +279,6 @@ def make_model(folder: Path) -> None:
         model.get_input_embeddings().weight[silent] = 0
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
-
-
-def server_name(vllm: Path | None) -> str:
-    return "transformers serve" if vllm is None else "vLLM"
 
 
 @contextmanager

@@ -6,19 +6,15 @@ A namespace has its own network, so launchers, store and gloo talk over a link b
 between machines; only the fabric is missing. The run folder is on a disk that both share. The
 forms of launch are torchrun with a static and with a c10d rendezvous, `accelerate launch` with
 `accelerate_configs/multi_node.yaml`, and `train` with torchrun's variables PET_NNODES and so on, on
-2 machines x 1 rank and 2 x 2. With `--deterministic`, parameters, `metrics.jsonl` and transcripts
+2 machines x 1 rank and 2 x 2. With `--deterministic`, checkpoints, `metrics.jsonl` and transcripts
 must equal, bit by bit, those of one machine with as many ranks. The run is a short one;
-`--run "--deterministic --report-to none"` plays the whole default recipe. Machines that cannot meet
-must end with one line each, within the deadline, with the launcher of `train` and without a
-launcher (as srun starts ranks): a port in use, a wrong address, a machine that never comes, a wrong
-network interface. The exit code is 1 if anything differs.
+`--run "--deterministic --report-to none"` plays the whole default recipe. The exit code is 1 if
+anything differs.
 """
 
 from __future__ import annotations
 
 import argparse
-import gzip
-import hashlib
 import os
 import subprocess
 import sys
@@ -30,22 +26,18 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from scripts.bench.common import ROOT, machine
-from scripts.proofs.chaos import digests
-from scripts.proofs.serve_export import free_port
+from scripts.bench.common import ROOT, RUN, finish_run, machine
+from scripts.proofs.ranks import free_port
+from scripts.proofs.same import compared
 
-RUN = "--deterministic --domains airline,retail --max-steps 4 --warm-start-steps 4 --save-steps 2 "
-RUN += "--tasks-per-step 4 --num-generations 4 --eval-tasks-per-domain 4 --eval-trials 1 "
-RUN += "--kl-probe-tasks 0 --validation-steps 0 --report-to none "
-RUN += "--no-drop-zero-std-groups --entropy-coef 0.05 "  # gradients in each step
-ERRORS = {  # what differs on a machine: variables, None: not started; and what its line says
-    "port in use": ("cannot listen on", None),
-    "wrong address": ("1/2 clients joined", "did not meet all ranks at 192.0.2.1:"),
-    "never comes": ("1/2 clients joined", None),
-    "wrong interface": ("GLOO_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"),
-}
-DEADLINE_S = 15  # --timeout; ranks end GRACE_S, and where torch waits without an end LATE_S, later
+SHORT = (
+    "--deterministic --domains airline,retail --max-steps 4 --warm-start-steps 4 --save-steps 2 "
+    "--tasks-per-step 4 --num-generations 4 --eval-tasks-per-domain 4 --eval-trials 1 "
+    "--kl-probe-tasks 0 --validation-steps 0 --report-to none "
+    "--no-drop-zero-std-groups --entropy-coef 0.05 "  # gradients in each step
+)
 FORMS = ("static", "c10d", "accelerate", "train")
+MULTI_NODE = ROOT / "accelerate_configs" / "multi_node.yaml"
 LINK = "net0"  # the name of the link in both namespaces
 
 
@@ -125,39 +117,35 @@ def launchers(
     form: str, machines: Machines, per_machine: int, script: Sequence[str]
 ) -> list[list[str]]:
     """Return the command of each machine; `script` is a Python file with its arguments."""
-    master, port = machines.addresses[0], str(free_port())
+    master = machines.addresses[0]
+    port = str(free_port())
     commands = []
     for number in range(2):
         if form == "train":
-            told = _told(number, machines, port, "PET_")
+            told = ["PET_NNODES=2", f"PET_NODE_RANK={number}"]
+            told += [f"PET_MASTER_ADDR={master}", f"PET_MASTER_PORT={port}"]
             commands.append(["env", *told, sys.executable, *script])
             continue
-        if form == "accelerate":
-            config = ROOT / "accelerate_configs" / "multi_node.yaml"
-            words = ["accelerate.commands.launch", "--config_file", str(config)]
-            words += ["--machine_rank", str(number), "--num_processes", str(2 * per_machine)]
-            words += ["--main_process_ip", master, "--main_process_port", port]
-        else:
-            words = ["torch.distributed.run", "--nnodes", "2", "--nproc-per-node", str(per_machine)]
-            if form == "static":
-                words += ["--node-rank", str(number), "--master-addr", master]
-                words += ["--master-port", port]
-            else:
-                words += ["--rdzv-backend", "c10d", "--rdzv-id", "proof"]
-                words += ["--rdzv-endpoint", f"{master}:{port}"]
-                words += ["--local-addr", machines.addresses[number]]
-                words += ["--rdzv-conf", f"is_host={number == 0}"]
+        common = ["torch.distributed.run", "--nnodes", "2", "--nproc-per-node", str(per_machine)]
+        words_of_form = {
+            "static": [
+                *(*common, "--node-rank", str(number)),
+                *("--master-addr", master, "--master-port", port),
+            ],
+            "c10d": [
+                *(*common, "--rdzv-backend", "c10d", "--rdzv-id", "proof"),
+                *("--rdzv-endpoint", f"{master}:{port}", "--rdzv-conf", f"is_host={number == 0}"),
+                *("--local-addr", machines.addresses[number]),
+            ],
+            "accelerate": [
+                *("accelerate.commands.launch", "--config_file", str(MULTI_NODE)),
+                *("--machine_rank", str(number), "--num_processes", str(2 * per_machine)),
+                *("--main_process_ip", master, "--main_process_port", port),
+            ],
+        }
+        words = words_of_form[form]
         commands.append([sys.executable, "-m", *words, *script])
     return commands
-
-
-def _told(number: int, machines: Machines, port: str, of: str) -> list[str]:
-    """Return the variables of a machine's launcher (`of` is "PET_"), or of its only rank ("")."""
-    own: dict[str, int | str] = {"PET_NNODES": 2, "PET_NODE_RANK": number}
-    if not of:
-        own = {"RANK": number, "LOCAL_RANK": 0, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 1}
-    own |= {f"{of}MASTER_ADDR": machines.addresses[0], f"{of}MASTER_PORT": port}
-    return [f"{name}={value}" for name, value in own.items()]
 
 
 def main(argv: Sequence[str]) -> int:
@@ -165,57 +153,38 @@ def main(argv: Sequence[str]) -> int:
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2], help="of each machine")
-    parser.add_argument("--forms", nargs="*", default=list(FORMS), choices=FORMS)
-    parser.add_argument("--errors", nargs="*", default=list(ERRORS), choices=ERRORS)
-    parser.add_argument("--run", default=RUN, help="flags of the run; default: a short run")
+    parser.add_argument("--forms", nargs="+", default=list(FORMS), choices=FORMS)
+    parser.add_argument("--run", default=SHORT, help="flags of the run; default: a short run")
     options = parser.parse_args(argv)
     if os.geteuid() != 0:
         sys.exit("machines.py: needs root, which makes network namespaces; try: sudo")
     print("  ".join(f"{name} {value}" for name, value in machine().items()), flush=True)
     faults = 0
-    for per_machine in options.ranks if options.forms else ():
-        expected = one_machine(2 * per_machine, options.run)
-        for name in options.forms:
-            begun = time.perf_counter()
-            why = on_two(name, per_machine, options.run, expected)
-            seconds = time.perf_counter() - begun
-            verdict = why or "equal bits"
-            print(f"2 x {per_machine} ranks, {name:<42}{seconds:4.0f} s  {verdict}", flush=True)
-            faults += bool(why)
-    for name, of in ((name, of) for of in ("", "PET_") for name in options.errors):
-        why, seconds = error_of(name, of)
-        what = f"{'train' if of else 'no launcher'}, {name}"
-        print(f"{what:<59}{seconds:4.0f} s  {why or 'one line'}", flush=True)
-        faults += bool(why)
+    for per_machine in options.ranks:
+        with tempfile.TemporaryDirectory(prefix="machine-") as folder:
+            one = Path(folder) / "out"
+            flags = [*options.run.split(), "--num-gpus", str(2 * per_machine)]
+            flags += ["--output-dir", str(one)]
+            finish_run(flags, Path(folder) / "log", ACCELERATE_USE_CPU="true")
+            for name in options.forms:
+                begun = time.perf_counter()
+                why = on_two(name, per_machine, options.run, one)
+                seconds = time.perf_counter() - begun
+                verdict = why or "equal bits"
+                print(f"2 x {per_machine} ranks, {name:<42}{seconds:4.0f} s  {verdict}", flush=True)
+                faults += bool(why)
     return int(bool(faults))
 
 
-def one_machine(num_ranks: int, flags: str) -> dict[str, str]:
-    with tempfile.TemporaryDirectory(prefix="machine-") as folder:
-        env = {**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
-        run = [sys.executable, str(ROOT / "pipeline" / "run.py"), *flags.split()]
-        command = [*run, "--num-gpus", str(num_ranks), "--output-dir", "out"]
-        done = subprocess.run(command, cwd=folder, env=env, capture_output=True, check=False)
-        if done.returncode:
-            raise RuntimeError(done.stderr.decode()[-3000:])
-        return outputs(Path(folder) / "out")
+def on_two(form: str, per_machine: int, flags: str, expected: Path) -> str:
+    """Return what is wrong with a run on two machines, or an empty text.
 
-
-def outputs(run: Path) -> dict[str, str]:
-    """SHA-256 sums of parameters, metrics and the text of each file of transcripts."""
-    found: dict[str, str] = digests(run)
-    for path in sorted((run / "trajectories").glob("*/*.gz")):
-        name = f"{path.parent.name}/{path.name}"
-        found[name] = hashlib.sha256(gzip.decompress(path.read_bytes())).hexdigest()
-    return found
-
-
-def on_two(form: str, per_machine: int, flags: str, expected: dict[str, str]) -> str:
-    """Return what is wrong with a run on two machines, or an empty text."""
+    `expected` is the folder of the run on one machine.
+    """
     with tempfile.TemporaryDirectory(prefix="machines-") as name:
         folder = Path(name)
         out = folder / "out"
-        run = [str(ROOT / "pipeline" / "run.py"), *flags.split()]
+        run = [str(RUN), *flags.split()]
         run += ["--num-gpus", str(2 * per_machine), "--output-dir", str(out)]
         with two_machines(folder) as machines:
             logs = [folder / f"log-{number}" for number in range(2)]
@@ -228,44 +197,7 @@ def on_two(form: str, per_machine: int, flags: str, expected: dict[str, str]) ->
             return f"exit codes {codes}\n" + "\n".join(said)
         if left:
             return f"{left} processes are left"
-        found = outputs(out)
-        other = [what for what, of in expected.items() if found.get(what) != of]
-        return f"{', '.join(other)} differ from one machine's" if other else ""
-
-
-def error_of(name: str, of: str) -> tuple[str, float]:
-    """Return what is wrong with the lines of machines that cannot meet, and their seconds.
-
-    `of` is "PET_" for machines with the launcher of `train`, "" for ranks without a launcher.
-    """
-    with tempfile.TemporaryDirectory(prefix="machines-") as at, two_machines(Path(at)) as machines:
-        port, logs, codes = str(free_port()), [Path(at) / f"log-{n}" for n in range(2)], []
-        if name == "port in use":
-            listen = f"import socket; s = socket.create_server(('', {port})); "
-            listen += "print(flush=True); s.accept()"
-            machines.start(0, [sys.executable, "-c", listen], Path(at) / "other")
-            while not (Path(at) / "other").stat().st_size:
-                time.sleep(0.05)
-        run = [sys.executable, str(ROOT / "pipeline" / "run.py"), *RUN.split(), "--num-gpus", "2"]
-        run += ["--output-dir", "out", "--timeout", str(DEADLINE_S), "--call-timeout", "5"]
-        begun, started = time.perf_counter(), []
-        for number in (number for number in range(2) if ERRORS[name][number]):
-            told = _told(number, machines, port, of)
-            if name == "wrong address" and number:  # one that RFC 5737 keeps for documents
-                told.append(f"{of}MASTER_ADDR=192.0.2.1")
-            if name == "wrong interface":
-                told.append("GLOO_SOCKET_IFNAME=lo")
-            started.append(machines.start(number, ["env", *told, *run], logs[number]))
-        codes = [process.wait() for process in started]
-        seconds = time.perf_counter() - begun
-        for text, log in zip(ERRORS[name], logs, strict=True):
-            said = log.read_text(errors="replace") if text else ""
-            lines = [line for line in said.splitlines() if line.startswith("error: ")]
-            if text and of:
-                text = text.replace("rank", "machine")
-            if text and (len(lines) != 1 or text not in lines[0] or "Traceback" in said):
-                return f"exit codes {codes}\n{said[-2500:]}", seconds
-    return "" if all(code in (1, 2) for code in codes) else f"exit codes {codes}", seconds
+        return "\n".join(compared(expected, out))
 
 
 if __name__ == "__main__":

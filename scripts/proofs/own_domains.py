@@ -11,8 +11,6 @@ runs are not repeated. Flags after `--` are passed to every run.
 from __future__ import annotations
 
 import importlib
-import json
-import os
 import shlex
 import subprocess
 import sys
@@ -24,19 +22,21 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from scripts.bench.common import ROOT, machine, parser_of, write_json
+from scripts.bench.common import ROOT, machine, parser_of, results_of, start_run, write_json
 
 EXAMPLES = ("bank_http", "library_desk", "trl_environment", "sums_dataset")
-LEAST, LEAST_MEAN, MOST_MINUTES = 0.70, 0.75, 10.0
+LEAST = 0.70
+LEAST_MEAN = 0.75
+MOST_MINUTES = 10.0
 
 
 def main(argv: list[str]) -> int:
-    place = argv.index("--") if "--" in argv else len(argv)
     parser = parser_of(__doc__)
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--examples", nargs="+", default=list(EXAMPLES), choices=EXAMPLES)
     parser.add_argument("--output-dir", type=Path, default=Path("runs/own-domains"))
-    options = parser.parse_args(argv[:place])
+    parser.add_argument("passed_on", nargs="*", help="after --: flags of every run")
+    options = parser.parse_args(argv)
     folder = options.output_dir.resolve()
     folder.mkdir(parents=True, exist_ok=True)
     figures: dict[str, float] = {}
@@ -49,13 +49,16 @@ def main(argv: list[str]) -> int:
                 flags = ["--seed", str(seed), "--output-dir", name, "--report-to", "none"]
                 if not (folder / name / "results.json").is_file():
                     log = folder / f"{name}.log"
-                    if code := started([*run, *flags, *argv[place + 1 :]], folder, log).wait():
+                    if code := started([*run, *flags, *options.passed_on], folder, log).wait():
                         print(f"{name}: exit code {code}, see {log}", file=sys.stderr)
                         return 1
-                results = json.loads((folder / name / "results.json").read_text("utf-8"))
-                figures |= {f"{name} {what}": value for what, value in figures_of(results)}
+                results = results_of(folder / name)
+                found = {**success(results, -1), "minutes": results["wall_s"] / 60}
+                figures |= {f"{name} {what}": value for what, value in found.items()}
                 print(row(example, seed, results), flush=True)
-    write_json(options.json, figures, machine(), {"seeds": options.seeds, "flags": argv[place:]})
+    write_json(
+        options.json, figures, machine(), {"seeds": options.seeds, "flags": options.passed_on}
+    )
     return judge(figures)
 
 
@@ -68,12 +71,9 @@ def commands_of(example: str) -> list[list[str]]:
     return [[sys.executable, str(ROOT / words[1]), *words[2:]] for words in commands]
 
 
-def started(words: Sequence[str], folder: Path, log: Path) -> Any:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    with log.open("ab") as file:
-        return subprocess.Popen(
-            words, cwd=folder, env=environment, stdout=file, stderr=subprocess.STDOUT
-        )
+def started(words: Sequence[str], folder: Path, log: Path) -> subprocess.Popen[bytes]:
+    script = Path(words[1])
+    return start_run(words[2:], log, script=script, cwd=folder, PYTHONPATH=str(ROOT))
 
 
 @contextmanager
@@ -98,10 +98,6 @@ def success(results: dict[str, Any], number: int) -> dict[str, float]:
     """Return the sampled success of each domain in one of a run's evaluations."""
     domains = results["evaluations"][number]["success"].items()
     return {domain: float(of["mean"]) for domain, of in domains}
-
-
-def figures_of(results: dict[str, Any]) -> list[tuple[str, float]]:
-    return [*success(results, -1).items(), ("minutes", results["wall_s"] / 60)]
 
 
 def row(example: str, seed: int, results: dict[str, Any]) -> str:

@@ -25,10 +25,9 @@ def play_ranks(
     raises is the text of its traceback. All processes are ended after `timeout_s` seconds without
     any result.
     """
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    pipes, processes = [], []
+    port = free_port()
+    pipes: list[Any] = []
+    processes: list[Any] = []
     scratch = tempfile.TemporaryDirectory(prefix="ranks-")  # temporary files of the ranks
     for rank in range(num_ranks):
         receiver, sender = FORKSERVER.Pipe(duplex=False)
@@ -56,6 +55,13 @@ def play_ranks(
             process.join()
     scratch.cleanup()
     return results
+
+
+def free_port() -> int:
+    """A port of this machine that no process uses now."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
 
 
 def _rank(

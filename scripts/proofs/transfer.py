@@ -13,7 +13,6 @@ only to test the script. Flags after `--` are passed to every run.
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -25,10 +24,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from pipeline.commands import sweep
 from pipeline.errors import UserError
 from pipeline.evaluation.transfer import Number, differences, summary
-from scripts.bench.common import machine, parser_of, write_json
+from scripts.bench.common import machine, parser_of, results_of, write_json
 
 Runs = list[dict[str, Any]]
-PLAIN, MIXED = "airline, retail, telecom", "mixed"
+PLAIN = "airline, retail, telecom"
+MIXED = "mixed"
 ROWS: dict[str, dict[str, str]] = {
     PLAIN: {},
     "telecom, retail, airline": {"order": "telecom,retail,airline"},
@@ -60,35 +60,33 @@ TESTED = ("backward_transfer", "forward_transfer")  # metrics that are tested ag
 
 
 def main(argv: list[str]) -> int:
-    place = argv.index("--") if "--" in argv else len(argv)
     parser = parser_of(__doc__)
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--output-dir", type=Path, help="missing: runs/transfer[-quick]")
     names = ", ".join(f"{number} {name}" for number, name in enumerate(ROWS))
     parser.add_argument("--rows", type=int, nargs="+", help=f"of {names}; 0 must be among them")
     parser.add_argument("--quick", action="store_true", help="a few steps: does it work?")
-    options = parser.parse_args(argv[:place])
+    parser.add_argument("passed_on", nargs="*", help="after --: flags of every run")
+    options = parser.parse_args(argv)
     wanted = options.rows or range(len(ROWS))
     if 0 not in wanted:
         parser.error("--rows: give 0 as well, which the others are compared with")
     rows = {name: each for number, (name, each) in enumerate(ROWS.items()) if number in wanted}
-    common = [
-        "--config",
-        "forgetting",
-        *(QUICK.split() if options.quick else []),
-        *argv[place + 1 :],
-    ]
-    begun, quick = time.time(), "-quick" if options.quick else ""
-    folder = options.output_dir or Path(f"runs/transfer{quick}")
-    flags = [*common, "--report-to", "none"]
+    quick = QUICK.split() if options.quick else []
+    flags = ["--config", "forgetting", *quick, *options.passed_on]
+    folder = options.output_dir or Path("runs/transfer-quick" if quick else "runs/transfer")
+    begun = time.time()
     try:
-        if sweep.run(folder, 1, list(rows.values()), options.seeds, flags):
+        tracked = [*flags, "--report-to", "none"]
+        if sweep.run(folder, 1, list(rows.values()), options.seeds, tracked):
             return 1
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     runs = {
-        name: [_results(folder, settings, seed) for seed in options.seeds]
+        name: [
+            results_of(folder / f"{sweep.label(settings)}-seed-{seed}") for seed in options.seeds
+        ]
         for name, settings in rows.items()
     }
     print(table(runs), end="\n\n")
@@ -100,21 +98,16 @@ def main(argv: list[str]) -> int:
         for name, of in runs.items()
         for metric, value in summary(of)["metrics"].items()
     }
-    write_json(options.json, figures, machine(), {"seeds": options.seeds, "flags": common})
+    write_json(options.json, figures, machine(), {"seeds": options.seeds, "flags": flags})
     return 0
-
-
-def _results(folder: Path, settings: Mapping[str, str], seed: int) -> dict[str, Any]:
-    path = folder / f"{sweep.label(settings)}-seed-{seed}" / "results.json"
-    read: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    return read
 
 
 def table(runs: Mapping[str, Runs]) -> str:
     """Format a row of metrics for each curriculum, over all seeds."""
     rows = []
     for name, of in runs.items():
-        found, wider = summary(of, over_seeds=False), summary(of)["metrics"]
+        found = summary(of, over_seeds=False)
+        wider = summary(of)["metrics"]
         each = [summary([run])["metrics"] for run in of]
         ends = " / ".join(f"{100 * (n[0] or 0):.0f}" for n in found["domains"]["matrix"][-1])
         cells = [
@@ -130,10 +123,12 @@ def table(runs: Mapping[str, Runs]) -> str:
 def remedies(runs: Mapping[str, Runs]) -> str:
     """Format the paired differences between each row and the sequence without a remedy."""
     shown = ("backward_transfer", "forgetting", "stage_gain", "average_accuracy")
-    rows, plain = [], runs[PLAIN]
+    rows = []
+    plain = runs[PLAIN]
     for name, of in runs.items():
         if name != PLAIN:
-            found, wider = differences(of, plain, over_seeds=False), differences(of, plain)
+            found = differences(of, plain, over_seeds=False)
+            wider = differences(of, plain)
             each = [differences([a], [b]) for a, b in zip(of, plain, strict=True)]
             rows.append([name, *(points(metric, found, each, wider) for metric in shown)])
     return markdown([f"against {PLAIN}", *(COLUMNS[metric] for metric in shown)], rows)

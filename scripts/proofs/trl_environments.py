@@ -19,7 +19,6 @@ import gzip
 import json
 import os
 import re
-import subprocess
 import sys
 import tempfile
 import textwrap
@@ -30,16 +29,15 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT)]
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from datasets import disable_progress_bars  # noqa: E402
+from datasets import disable_progress_bars
 
-from pipeline.config.cli import parse  # noqa: E402
-from pipeline.data.tasks import Task  # noqa: E402
-from pipeline.environments import Domain, load_domains  # noqa: E402
-from pipeline.environments.random_state import RandomState  # noqa: E402
-from pipeline.environments.tools import (  # noqa: E402
+from pipeline.config.cli import parse
+from pipeline.data.tasks import Task
+from pipeline.environments import Domain, load_domains
+from pipeline.environments.random_state import RandomState
+from pipeline.environments.tools import (
     ToolAnswer,
     answer_call,
     reward_of,
@@ -47,13 +45,14 @@ from pipeline.environments.tools import (  # noqa: E402
     started,
     tool_methods,
 )
-from pipeline.preflight.tasks import task_sets  # noqa: E402
-from pipeline.rollout.rewards import (  # noqa: E402
+from pipeline.preflight.tasks import task_sets
+from pipeline.rollout.rewards import (
     Completion,
     RewardFunctions,
     load_reward_functions,
 )
-from pipeline.rollout.trajectory import Trajectory  # noqa: E402
+from pipeline.rollout.trajectory import Trajectory
+from scripts.bench.common import ROOT, finish_run
 
 Call = Callable[..., ToolAnswer]  # arguments: name of the tool, and the tool's arguments
 DOCUMENT = "docs/source/grpo_trainer.md"
@@ -62,7 +61,8 @@ IMPORTS = (
     "import random\nimport time\nfrom collections import defaultdict\nfrom pathlib import Path\n"
 )
 CLIENTS = "from scripts.proofs.trl_clients import *\n"
-WORDLE_URL, CATCH_URL = "local:wordle", "local:catch"
+WORDLE_URL = "local:wordle"
+CATCH_URL = "local:catch"
 FLAGS = [
     *("--model", "tiny", "--warm-start-steps", "0", "--max-steps", "2", "--curriculum", "mixed"),
     *("--tasks-per-step", "4", "--num-generations", "3", "--tasks-per-domain", "12"),
@@ -152,9 +152,11 @@ def play_routed(environment: Any, call: Call) -> None:
 
 
 def play_multi(environment: Any, call: Call) -> None:
-    play, others = play_wordle, ("move", "stay")
+    play = play_wordle
+    others = ("move", "stay")
     if environment.active == "catch":
-        play, others = play_catch, ("guess",)
+        play = play_catch
+        others = ("guess",)
     for name in others:
         arguments = {"move": {"direction": "left"}, "guess": {"guess": "[zebra]"}}.get(name, {})
         refused(call(name, **arguments))
@@ -329,7 +331,7 @@ def proved(example: Example, checkout: Path, folder: Path, module: str) -> str:
         num_calls = drive(example, flags)
         runs = [episodes_of(flags, folder, num_ranks) for num_ranks in (1, 2)]
         return f"ok: {num_calls} scripted calls, {compared(runs)}"
-    except (AssertionError, LookupError, OSError, ValueError) as error:
+    except (AssertionError, LookupError, OSError, RuntimeError, ValueError) as error:
         return f"FAILED: {type(error).__name__} {error}"
     finally:
         sys.path.remove(str(folder))
@@ -340,14 +342,16 @@ def proved(example: Example, checkout: Path, folder: Path, module: str) -> str:
 
 def module_of(example: Example, checkout: Path) -> str:
     """Return the source of a module with the example's definitions, unchanged but for indents."""
-    text, first = (checkout / example.file).read_text(encoding="utf-8"), 1
+    text = (checkout / example.file).read_text(encoding="utf-8")
+    first = 1
     if example.block:
         blocks = re.finditer(r"```python\n(.*?)```", text, re.DOTALL)
         found = next(block for block in blocks if example.block in block.group(1))
         first += text[: found.start(1)].count("\n")
         text = found.group(1)
     names = example.names if example.arguments is None else (*example.names, "dataset")
-    definitions, lines = dict(defined(ast.parse(text))), text.splitlines()
+    definitions = dict(defined(ast.parse(text)))
+    lines = text.splitlines()
     parts = list[str]()
     for name in names:
         start, end = definitions[name]
@@ -405,7 +409,8 @@ def flags_of(example: Example, folder: Path, module: str) -> list[str]:
 def drive(example: Example, flags: list[str]) -> int:
     """Play tasks with scripted calls; return the number of calls. Each play must earn `reward`."""
     config = parse(flags)
-    domains, num_calls = load_domains(config.data), 0
+    domains = load_domains(config.data)
+    num_calls = 0
     rewards = load_reward_functions(config)
     for domain in domains.values():
         missed = set(tool_methods(domain.environment))
@@ -446,13 +451,9 @@ def played(
 def episodes_of(flags: list[str], folder: Path, num_ranks: int) -> list[SimpleNamespace]:
     """Make a run; return the episodes of training. An episode that failed is an AssertionError."""
     output = folder / f"run-{num_ranks}"
-    command = [sys.executable, str(ROOT / "pipeline" / "run.py"), *flags]
-    command += ["--num-gpus", str(num_ranks), "--output-dir", str(output)]
-    paths = [str(folder), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "ACCELERATE_USE_CPU": "true"}
-    done = subprocess.run(command, check=False, capture_output=True, text=True, env=environ)
-    last = (done.stdout + done.stderr).strip().splitlines()[-1:]
-    assert done.returncode == 0, f"exit code {done.returncode} on {num_ranks} ranks: {last}"
+    words = [*flags, "--num-gpus", str(num_ranks), "--output-dir", str(output)]
+    paths = {"PYTHONPATH": f"{folder}{os.pathsep}{ROOT}", "ACCELERATE_USE_CPU": "true"}
+    finish_run(words, folder / f"log-{num_ranks}", **paths)
     training = list[SimpleNamespace]()
     for path in sorted(output.glob("trajectories/*/step-*.jsonl.gz")):
         with gzip.open(path, "rt", encoding="utf-8") as file:

@@ -11,9 +11,8 @@ import tarfile
 import tracemalloc
 import zipfile
 from collections import Counter
-from contextlib import redirect_stdout
 from dataclasses import FrozenInstanceError, replace
-from io import BytesIO, StringIO
+from io import BytesIO
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -36,9 +35,7 @@ from pipeline.embedded.airline import generate_tasks as airline_tasks
 from pipeline.embedded.retail import generate_tasks
 from pipeline.errors import UserError
 from pipeline.preflight.tasks import split_source
-from scripts.bench.common import save_tasks
-from tests.support import ROOT
-from tests.support.helpers import embedded
+from tests.support.helpers import embedded, save_tasks
 from tests.support.messages import says
 
 PROMPT = [{"role": "system", "content": "bank"}, {"role": "user", "content": "my card is lost"}]
@@ -701,36 +698,6 @@ def test_domains_listed_one_after_another_spread_over_the_ranks():
     for rank in range(4):
         mine = Counter(domains[index] for index in shard(rank, 4, 24))
         assert mine == {"airline": 2, "retail": 2, "telecom": 2}
-
-
-# the benchmark
-
-
-def test_the_benchmark_of_many_tasks_writes_its_figures(tmp_path, monkeypatch, capsys):
-    monkeypatch.syspath_prepend(ROOT / "scripts" / "bench")
-    import loader
-
-    def in_this_process(arguments, **_):
-        with redirect_stdout(StringIO()) as said:
-            assert loader.main(arguments[1:]) == 0
-        return json.loads(said.getvalue())
-
-    monkeypatch.setattr(loader, "in_fresh_process", in_this_process)
-    flags = ["--num-tasks", "200", "--steps", "3", "--policy-bytes", "500"]
-    assert loader.main([*flags, "--json", str(tmp_path / "loader.json")]) == 0
-    figures = json.loads((tmp_path / "loader.json").read_text())["figures"]
-    start_up = {
-        f"{kind}_{unit}"
-        for kind in ("many_tasks", "many_tasks_dataset")
-        for unit in ("s", "cpu_s", "mb", "private_mb")
-    }
-    steps = {f"step_us_{n}_tasks_{r}_ranks" for n in (2, 20, 200) for r in (1, 8, 64, 1024)}
-    first = {f"first_step_us_{n}_tasks" for n in (2, 20, 200)}
-    assert set(figures) == start_up | steps | first
-    assert "start-up of a rank " in capsys.readouterr().out
-    with pytest.raises(SystemExit) as refused:
-        loader.main([*flags, "--shape", "tiny"])
-    assert refused.value.code == 2
 
 
 CALL = {"type": "function", "id": "c1", "function": {"name": "look", "arguments": {"card": "A1"}}}

@@ -25,8 +25,7 @@ from accelerate.commands.config.config_args import load_config_from_file
 from pipeline import run
 from pipeline.distributed import launch
 from pipeline.distributed.launch import World, resolve
-from scripts.proofs.ranks import FORKSERVER, play_ranks
-from scripts.proofs.serve_export import free_port
+from scripts.proofs.ranks import FORKSERVER, free_port, play_ranks
 from tests.support import ROOT
 from tests.support.messages import refusal, says
 

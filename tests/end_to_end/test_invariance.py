@@ -13,7 +13,7 @@ from scripts.proofs.grid import (
     play_updates,
     update_cells,
 )
-from scripts.proofs.runs import play_run
+from scripts.proofs.runs import Played, play_run
 from tests.support.coin import COIN, warm_started
 
 pytestmark = pytest.mark.whole_run
@@ -48,7 +48,8 @@ def test_in_float64_ranks_and_micro_batches_change_nothing(outcomes, layout):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_in_fp32_they_change_no_more_than_rounding(outcomes, layout):
-    exact, whole = outcomes[Cell()], outcomes[Cell(dtype="float32")]
+    exact = outcomes[Cell()]
+    whole = outcomes[Cell(dtype="float32")]
     rounding = difference(whole.gradient, exact.gradient)
     assert 1e-8 < rounding < 2e-6
     for cell in GRID:
@@ -96,24 +97,37 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return [*FLAGS, *warm_started(tmp_path_factory.mktemp("start"))]
 
 
-def test_the_same_draws_give_the_same_tokens_on_two_ranks(start: list[str], tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def alone(start: list[str], tmp_path_factory: pytest.TempPathFactory) -> tuple[Played, Path]:
+    """Four steps on one rank, and the folder with the weights after each."""
+    folder = tmp_path_factory.mktemp("alone") / "out"
+    return play_run(1, [*start, "--max-steps", "4"], folder), folder
+
+
+def test_the_same_draws_give_the_same_tokens_on_two_ranks(
+    start: list[str], alone: tuple[Played, Path], tmp_path: Path
+) -> None:
+    played, weights = alone
+    forced = played.forced_streams(seed=1)
     flags = [*start, "--max-steps", "4"]
-    alone = play_run(1, flags, tmp_path / "alone")
-    forced = alone.forced_streams(seed=1)
-    again = play_run(2, flags, tmp_path / "again", forced, weights=tmp_path / "alone")
+    again = play_run(2, flags, tmp_path / "again", forced, weights=weights)
     assert again.num_forced == sum(map(len, forced.values())) > 1000
-    assert alone.largest_gap(again) <= 1e-5
+    assert played.largest_gap(again) <= 1e-5
     assert again.update_gap <= 1e-6
     assert all(distance <= 1e-5 for distance in again.ties), again.ties
     print(f"{len(again.ties)} ties in {again.num_forced} tokens")
 
 
-def test_a_token_forced_against_its_draw_is_noticed(start: list[str], tmp_path: Path) -> None:
-    flags = [*start, "--max-steps", "1"]
-    forced = play_run(1, flags, tmp_path / "alone").forced_streams(seed=1)
-    key = max(forced, key=lambda key: len(forced[key]))
+def test_a_token_forced_against_its_draw_is_noticed(
+    start: list[str], alone: tuple[Played, Path], tmp_path: Path
+) -> None:
+    played, weights = alone
+    place = next(place for place in played.episodes if place[1] == 1)  # of the first step
+    (key,) = Played(episodes={place: played.episodes[place]}).forced_streams(seed=1)
+    forced = played.forced_streams(seed=1)
     forced[key][0] = 5 if forced[key][0] != 5 else 6
-    again = play_run(1, flags, tmp_path / "again", forced, weights=tmp_path / "alone")
+    flags = [*start, "--max-steps", "1"]
+    again = play_run(1, flags, tmp_path / "again", forced, weights=weights)
     assert max(again.ties) > 1e-5
 
 

@@ -2,7 +2,6 @@
 
 import contextlib
 import copy
-import gzip
 import io
 import json
 import shutil
@@ -23,7 +22,6 @@ from pipeline.grpo.token_logprobs import TokenLogprobs
 from pipeline.grpo.updater import Reference, Updater
 from pipeline.models import lora
 from pipeline.models.layers import recompute_layers
-from pipeline.models.loading import load_folder
 from pipeline.models.tiny import tiny_model
 from pipeline.run import main as command
 from scripts.proofs.grid import make_episodes, small_model
@@ -61,7 +59,8 @@ def spoken(module):
 def test_the_reference_is_the_policy_as_it_was(use_peft):
     module = policy(use_peft)
     move(module)
-    frozen, reference = copy.deepcopy(module), Reference(module)
+    frozen = copy.deepcopy(module)
+    reference = Reference(module)
     assert torch.equal(reference.logprobs(BATCH), spoken(frozen))
     move(module)
     assert float((spoken(module) - spoken(frozen)).abs().max()) > 0.1
@@ -104,8 +103,10 @@ def test_the_reference_leaves_the_policy_and_its_gradient_alone(use_peft):
 def diverge(use_peft, gradient_checkpointing):
     """The divergence of a third update, and the same from a copy of the policy before the first."""
     accelerator = Accelerator()
-    rank, num_ranks = accelerator.process_index, accelerator.num_processes
-    ranks, module = Ranks(rank, num_ranks, 60), policy(use_peft)
+    rank = accelerator.process_index
+    num_ranks = accelerator.num_processes
+    ranks = Ranks(rank, num_ranks, 60)
+    module = policy(use_peft)
     if gradient_checkpointing:
         recompute_layers(module.model)
     move(module)
@@ -165,18 +166,6 @@ def play_run(folder, *flags):
     return None if reference is None else parameter_hash(reference.parameters.items())
 
 
-def stages_of_a_start(folder):
-    """The stages that a run writes down before it plays anything."""
-    run = start_run(folder, *SMALL, "--warm-start-steps", "0")
-    assert run.state.evaluations == []
-    stages = json.loads((folder / "curriculum.json").read_text())["stages"]
-    return [stage["name"] for stage in stages]
-
-
-def test_a_run_writes_its_stages_down_before_it_plays_anything(tmp_path):
-    assert play_ranks(stages_of_a_start, 1, tmp_path / "run") == [["airline", "retail"]]
-
-
 def copied(folder, name, *checkpoints):
     """A copy of a run's folder that holds these checkpoints alone, made by rank 0."""
     there = folder.parent / name
@@ -204,7 +193,8 @@ def begin(where):
 def resume(where):
     """The same runs, gone on with in new processes; an evaluation; and a disagreement."""
     torch.manual_seed(5)
-    found, second = {}, ("stage-1-airline", "step-000003")
+    found = {}
+    second = ("stage-1-airline", "step-000003")
     for folder, name, kept, flags in (
         ("adapters", "step-000003", second, []),
         ("adapters", "warm-start", (), []),
@@ -215,8 +205,6 @@ def resume(where):
     if Accelerator().is_main_process:
         (where / "adapters").rename(where / "elsewhere")
     Accelerator().wait_for_everyone()
-    model = where / "elsewhere" / "checkpoints" / "stage-2-retail"
-    play_run(where / "evaluated", *SMALL, "--model", str(model), "--no-grpo")
     found["disagreement"] = disagree(where / "disagreement")
     return found
 
@@ -264,7 +252,8 @@ def one_rank(where, adapters):
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory):
-    where, results = tmp_path_factory.mktemp("two-ranks"), [{}, {}]
+    where = tmp_path_factory.mktemp("two-ranks")
+    results = [{}, {}]
     for part in (begin, resume):
         for found, result in zip(play_ranks(part, 2, where, timeout_s=300), results, strict=True):
             assert isinstance(found, dict), found
@@ -329,25 +318,6 @@ def test_a_reference_that_one_rank_has_alone_stops_the_run(two):
         says(found["disagreement"], "reference policy in stage airline", "ranks [1] differ")
 
 
-def transcripts(folder: Path, after: str):
-    rows = []
-    for path in sorted((folder / "trajectories" / f"evaluation-{after}").iterdir()):
-        with gzip.open(path, "rt") as file:
-            rows += [json.loads(line) for line in file]
-    return rows
-
-
-def test_a_checkpoint_of_adapters_speaks_as_the_run_did_also_from_a_moved_folder(two):
-    folder, checkpoints = two[0] / "evaluated", two[0] / "elsewhere" / "checkpoints"
-    said = transcripts(folder, "start")
-    assert len(said) == 2
-    assert said == transcripts(two[0] / "elsewhere", "retail")
-    assert said != transcripts(two[0] / "elsewhere", "warm_start")
-    assert lora.is_adapter(checkpoints / "warm-start")
-    for name in ("warm-start", "stage-2-retail"):
-        assert lora.base_of(checkpoints / name) == str(checkpoints / "base")
-
-
 def test_without_reference_per_stage_the_reference_stays_the_model_as_it_came(one):
     where, found, _ = one
     for name in ("fresh", "on"):
@@ -366,20 +336,6 @@ def test_without_reference_per_stage_a_resumed_run_ends_as_the_undisturbed(one):
     assert same(weights(where / "on-base"), weights(where / "on"))
     assert found["fresh-resumed"] == found["fresh"]
     assert found["on-stage-1-airline"] == found["on-base"] == found["on"]
-
-
-def test_adapters_on_a_model_made_of_adapters_save_that_model_as_their_base(one):
-    where, _, adapters = one
-    folder = where / "on" / "checkpoints"
-    assert lora.base_of(folder / "stage-2-retail") == str(folder / "base")
-    whole, merged = (
-        load_folder(folder / "base", ModelSettings()),
-        load_folder(adapters, ModelSettings()),
-    )
-    assert all(
-        torch.equal(a, b) for a, b in zip(whole.parameters(), merged.parameters(), strict=True)
-    )
-    assert not (where / "fresh" / "checkpoints" / "base").exists()
 
 
 def test_a_resume_with_another_kind_of_training_is_refused_in_one_line(one):

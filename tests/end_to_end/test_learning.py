@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from scripts.proofs.learning import figures, results_of
+from scripts.bench.common import results_of
+from scripts.proofs.learning import figures
 from scripts.proofs.runs import play_run
 from tests.support import ROOT
 from tests.support.coin import COIN, warm_started

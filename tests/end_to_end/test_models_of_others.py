@@ -39,6 +39,7 @@ SHORT = [
     *("--tasks-per-domain", "8", "--validation-tasks", "2", "--no-drop-zero-std-groups"),
 ]
 SUMS = ["--domains", "sums", "--tasks", "{sums: sums.jsonl}", "--reward-funcs", "sums_reward:right"]
+ASKED = [{"role": "user", "content": "0 + 0 ="}]
 REWARD = """
 def right(completions, answer, **columns):
     assert all(isinstance(text, str) for text in completions)
@@ -74,26 +75,33 @@ def run(folder: str, argv: list[str]) -> str:
     return said.getvalue()
 
 
-@pytest.mark.parametrize("name", TEMPLATES)
-def test_a_model_of_others_answers_texts_and_serves_airline(name, tmp_path):
+@pytest.mark.parametrize("name", ["without tools", "without a template", "several ends"])
+def test_a_model_of_others_answers_texts(name, tmp_path):
     made(tmp_path, name)
-    argv = ["--model", "model", "--system-prompt", "Be brief."]
-    (of_sums,) = play_ranks(run, 1, str(tmp_path), [*argv, *SUMS, "--output-dir", "sums"])
-    serve = ["--domains", "airline", "--output-dir", "airline"]
-    (of_airline,) = play_ranks(run, 1, str(tmp_path), [*argv, *serve])
-    for said, folder in ((of_sums, "sums"), (of_airline, "airline")):
-        assert (tmp_path / folder / "checkpoints" / f"stage-1-{folder}").is_dir(), said
-    assert ("--chat-template text" in of_sums) == (name == "without a template")
-    is_block = name in ("without tools", "without a template")
-    assert ("block of tools" in of_airline) == is_block
-    assert ("by the model's files at '<|endoftext|>'" in of_sums) == (name == "several ends")
+    argv = ["--model", "model", "--system-prompt", "Be brief.", *SUMS, "--output-dir", "sums"]
+    (said,) = play_ranks(run, 1, str(tmp_path), argv)
+    folder = tmp_path / "sums" / "checkpoints" / "stage-1-sums"
+    assert folder.is_dir(), said
+    assert ("--chat-template text" in said) == (name == "without a template")
+    assert ("by the model's files at '<|endoftext|>'" in said) == (name == "several ends")
+    whole = AutoTokenizer.from_pretrained(folder).apply_chat_template(
+        ASKED, tokenize=False, add_generation_prompt=True
+    )
     begins = {"without a template": "Be brief.\n\n0 + 0 ="}.get(name, "Be brief.<|im_end|>")
-    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "sums" / "checkpoints" / "stage-1-sums")
-    asked = [{"role": "user", "content": "0 + 0 ="}]
-    whole = tokenizer.apply_chat_template(asked, tokenize=False, add_generation_prompt=True)
     assert begins in whole  # the system prompt stays with the checkpoint
+
+
+@pytest.mark.parametrize("name", ["without tools", "without a template", "thinking begun"])
+def test_a_model_of_others_serves_airline(name, tmp_path):
+    made(tmp_path, name)
+    argv = ["--model", "model", "--domains", "airline", "--output-dir", "airline"]
+    (said,) = play_ranks(run, 1, str(tmp_path), argv)
+    folder = tmp_path / "airline" / "checkpoints" / "stage-1-airline"
+    assert folder.is_dir(), said
+    is_block = name != "thinking begun"
+    assert ("block of tools" in said) == is_block
     if is_block:
-        serving = AutoTokenizer.from_pretrained(tmp_path / "airline/checkpoints/stage-1-airline")
+        serving = AutoTokenizer.from_pretrained(folder)
         tools = tool_schemas(load_domains(DataSettings())["airline"].environment)
-        served = serving.apply_chat_template(asked, tools=tools, tokenize=False)
+        served = serving.apply_chat_template(ASKED, tools=tools, tokenize=False)
         assert "\nget_reservation(reservation)" in served

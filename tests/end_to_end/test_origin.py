@@ -1,7 +1,6 @@
 """A run that goes on, is evaluated or is compared must be made of what it was made of."""
 
 import json
-import shutil
 from pathlib import Path
 
 import pytest
@@ -9,6 +8,8 @@ import pytest
 from pipeline.data.tasks import HELD_OUT
 from pipeline.errors import UserError
 from pipeline.evaluation.transfer import Runs
+from pipeline.models.tiny import tiny_model
+from tests.support.helpers import tokenizer
 from tests.support.messages import says
 from tests.support.warm import play
 
@@ -99,15 +100,14 @@ def test_other_data_are_refused_by_name_when_a_run_goes_on_or_is_evaluated(tmp_p
 
 
 def test_other_base_weights_under_adapters_are_refused(tmp_path: Path):
-    airline = [*SHORT, "--domains", "airline", "--eval-tasks-per-domain", "2", "--max-turns", "1"]
-    play(*airline, "--max-steps", "0", "--output-dir", "one", cwd=tmp_path, num_ranks=1)
-    other = [*airline, "--max-steps", "0", "--seed", "2", "--output-dir", "two"]
-    play(*other, cwd=tmp_path, num_ranks=1)
-    model, foreign = (next((tmp_path / n / "checkpoints").glob("stage-*")) for n in ("one", "two"))
-    shutil.copytree(model, tmp_path / "base", ignore=shutil.ignore_patterns("*state.json"))
-    begun = [*airline, "--model", "base", "--use-peft", "--max-steps", "1", "--output-dir", "out"]
-    play(*begun, cwd=tmp_path, num_ranks=1)
     base = tmp_path / "base"
+    tokenizer().save_pretrained(base)
+    tiny_model(tokenizer(), 1).save_pretrained(base)
+    begun = [
+        *(*SHORT, "--domains", "airline", "--eval-tasks-per-domain", "2", "--max-turns", "1"),
+        *("--model", "base", "--use-peft", "--max-steps", "1", "--output-dir", "out"),
+    ]
+    play(*begun, cwd=tmp_path, num_ranks=1)
     again = [*begun, "--resume-from-checkpoint", "latest"]
     template = base / "chat_template.jinja"
     text = template.read_text()
@@ -115,7 +115,7 @@ def test_other_base_weights_under_adapters_are_refused(tmp_path: Path):
     done = play(*again, cwd=tmp_path, num_ranks=1, code=2)
     says(done.stderr, "was made with other tokenizer and chat template; put back")
     template.write_text(text)
-    shutil.copy(foreign / "model.safetensors", base / "model.safetensors")
+    tiny_model(tokenizer(), 2).save_pretrained(base)
     done = play(*again, cwd=tmp_path, num_ranks=1, code=2)
     says(done.stderr, "was made with other weights of the base model (float32); put back")
 

@@ -2,16 +2,13 @@
 
 import gzip
 import json
-import sys
-from http.server import ThreadingHTTPServer
 from pathlib import Path
-from threading import Thread
 from typing import Any
 
 import pytest
 
-from examples import bank_http
 from pipeline.run import main
+from scripts.bench import common
 from scripts.proofs import own_domains
 from scripts.proofs.own_domains import EXAMPLES, commands_of, judge
 from tests.support import ROOT
@@ -58,7 +55,7 @@ def test_examples_are_trained_by_the_commands_of_their_docstrings(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(own_domains, "subprocess", warm_subprocess())
+    monkeypatch.setattr(common, "subprocess", warm_subprocess())
     flags = ["--seeds", "1", "--examples", *examples, "--output-dir", str(tmp_path)]
     code = own_domains.main([*flags, "--", *SHORT, "--num-gpus", ranks])
     said = capsys.readouterr()
@@ -67,7 +64,8 @@ def test_examples_are_trained_by_the_commands_of_their_docstrings(
     assert [line.split("|")[1].strip() for line in lines[2:-2]] == examples
     assert lines[-1].startswith("least success ")
     for example in examples:
-        folder, own = tmp_path / f"{example}-seed-1", OWN.get(example, "sums")
+        folder = tmp_path / f"{example}-seed-1"
+        own = OWN.get(example, "sums")
         results = json.loads((folder / "results.json").read_text())
         expected = ["sums"] if own == "sums" else ["airline", own]
         assert list(results["evaluations"][-1]["success"]) == expected
@@ -91,41 +89,6 @@ def test_an_examples_commands_lead_to_a_run_that_would_begin(
     said = capfd.readouterr()
     assert code == 0, said
     assert f"  {OWN[example]}: 8 to train" in said.out
-
-
-def silent(example: str, folder: Path, port: int) -> list[str]:
-    """The flags of an example's run without the example's demonstrations."""
-    name, flags = f"silent_{example}", commands_of(example)[-1][2:]
-    if "--demonstrations" in flags:
-        place = flags.index("--demonstrations")
-        return flags[:place] + flags[place + 2 :]
-    text = (ROOT / "examples" / f"{example}.py").read_text(encoding="utf-8")
-    text = text.replace("def expert(", "def _expert(").replace("8765", str(port))
-    (folder / f"{name}.py").write_text(text, encoding="utf-8")
-    return [word.replace(f"examples.{example}", name) for word in flags]
-
-
-@pytest.mark.parametrize("example", OWN)
-def test_an_example_without_its_demonstrations_is_refused_in_one_line(
-    example: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    monkeypatch.syspath_prepend(str(tmp_path))
-    with ThreadingHTTPServer(("127.0.0.1", 0), bank_http.Bank) as server:
-        thread = Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-        thread.start()
-        flags = [*silent(example, tmp_path, server.server_address[1]), "--num-gpus", "1"]
-        code = main([*flags, "--report-to", "none", "--output-dir", str(tmp_path / "out")])
-        server.shutdown()
-        thread.join()
-    sys.modules.pop(f"silent_{example}", None)
-    said = capsys.readouterr()
-    _, last = said.err.splitlines()  # the first line names the device
-    assert code == 2, said
-    assert last.startswith(f"error: demonstrations: none of {OWN[example]}, which has no file")
-    assert not (tmp_path / "out").exists()
 
 
 def test_each_bound_of_the_proof_is_judged(capsys: pytest.CaptureFixture[str]) -> None:

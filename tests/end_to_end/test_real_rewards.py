@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from pipeline import run_state, train
+from pipeline import train
 from pipeline.checkpoints.checkpoint import TrainState
 from pipeline.config.cli import parse
 from pipeline.data.tasks import Task
@@ -147,7 +147,8 @@ def test_a_run_ends_with_its_report_and_success_is_a_share(run: tuple[Path, str]
         for place in ("eval", "validation"):
             if f"{place}/lamp/success" in line:
                 assert 0 <= line[f"{place}/lamp/success"] <= 1
-    point, (value, low, high) = of["reward"], results["transfer"]["rewards"]["lamp"][-1]
+    point = of["reward"]
+    value, low, high = results["transfer"]["rewards"]["lamp"][-1]
     assert value == pytest.approx(point, abs=1e-6) and -3.5 <= low <= value <= high <= 7.2
     assert final_numbers(results)["final/lamp/reward"] == of["reward"]
     text = (folder / "report.md").read_text()
@@ -156,14 +157,10 @@ def test_a_run_ends_with_its_report_and_success_is_a_share(run: tuple[Path, str]
     assert (folder / "report.html").is_file() and (folder / "learning_curves.png").is_file()
 
 
-def test_it_is_resumed_evaluated_alone_and_compared(run: tuple[Path, str], tmp_path: Path) -> None:
+def test_an_evaluation_alone_has_the_rewards_and_a_threshold_of_its_own(
+    run: tuple[Path, str], tmp_path: Path
+) -> None:
     folder, _ = run
-    cut = tmp_path / "cut"
-    shutil.copytree(folder, cut)
-    shutil.rmtree(cut / "checkpoints" / "stage-1-lamp")
-    play(cut, "--resume-from-checkpoint", "step-000001")
-    assert read(cut, "metrics.jsonl") == read(folder, "metrics.jsonl")
-
     model = str(folder / "checkpoints" / "stage-1-lamp")
     play(tmp_path / "alone", "--model", model, "--no-grpo", "--success-threshold", "-1")
     (alone,) = read(tmp_path / "alone", "results.json")["evaluations"]
@@ -171,10 +168,8 @@ def test_it_is_resumed_evaluated_alone_and_compared(run: tuple[Path, str], tmp_p
     of = alone["success"]["lamp"]
     assert of["tasks"] == last["tasks"] and of["reward"] == last["reward"]
     assert of["mean"] == sum(r > -3.5 for trials in of["tasks"].values() for r in trials) / 8
-
-    other = tmp_path / "other"
-    play(other, "--model", str(folder / "checkpoints" / "warm-start"), "--warm-start-steps", "0")
-    report.write_comparison([folder, other], tmp_path / "both")
+    shutil.copytree(folder, tmp_path / "other")
+    report.write_comparison([folder, tmp_path / "other"], tmp_path / "both")
     assert "| mean reward at the end | lamp |" in (tmp_path / "both" / "comparison.md").read_text()
 
 
@@ -215,29 +210,16 @@ def test_a_run_that_is_trained_does_not_fail_by_its_report(
     assert (folder / "report.md").is_file() == (broken != "report")
 
 
-def test_baselines_are_played_once_and_only_the_last_results_have_transfer_numbers(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    played: list[Any] = []
-    monkeypatch.setattr(
-        run_state, "play_baselines", lambda *_: played.append("baselines") or {"lamp": {}}
-    )
-    monkeypatch.setattr(evaluation, "summary", lambda runs: {"points": len(runs)})
-    ranks, log = SimpleNamespace(is_main=True, num_ranks=1), SimpleNamespace()
-    run = Finished(tmp_path, ranks, log)
-    for is_final, transfer in ((False, {}), (False, {}), (True, {"points": 1})):
-        run.write_results(is_final)
-        written = read(tmp_path, "results.json")
-        assert (written["baselines"], written["transfer"]) == ({"lamp": {}}, transfer)
-    assert played == ["baselines"]
-
-
 class Finished(train.Training):
     """As much of a run as its end takes."""
 
     def __init__(self, folder: Path, ranks: Any, log: Any) -> None:
-        self.folder, self.ranks, self.log = folder, ranks, log
-        self.state, self.config, self.start = TrainState(), parse([]), StartReport()
+        self.folder = folder
+        self.ranks = ranks
+        self.log = log
+        self.state = TrainState()
+        self.config = parse([])
+        self.start = StartReport()
         parts = SimpleNamespace(
             held_out={}, domains={}, environments={}, train={}, stages=[], about={}
         )

@@ -67,14 +67,6 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     return cwd / "out", done.stdout + done.stderr
 
 
-@pytest.fixture(scope="module")
-def one_rank(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same run on one rank."""
-    cwd = tmp_path_factory.mktemp("one-rank")
-    play(*TRAIN, "--output-dir", "out", cwd=cwd, num_ranks=1)
-    return cwd / "out"
-
-
 def test_a_run_leaves_everything_that_its_folder_promises(two_ranks: tuple[Path, str]) -> None:
     folder, _ = two_ranks
     for name in (
@@ -93,25 +85,6 @@ def test_a_run_leaves_everything_that_its_folder_promises(two_ranks: tuple[Path,
         *("latest", "stage-1-airline", "stage-2-retail", "stage-3-telecom"),
         *("step-000002", "step-000003", "warm-start"),
     ]
-
-
-def test_interleaved_training_in_parts_of_rising_difficulty(tmp_path: Path) -> None:
-    arguments = ["--curriculum", "interleaved", "--difficulties", "easy,hard", "--max-steps", "4"]
-    arguments += ["--domains", "airline,retail", "--output-dir", "out"]
-    arguments += ["--warm-start-steps", "0"]
-    play(*SMALL, *arguments, cwd=tmp_path, num_ranks=1)
-    played = []
-    for stage in ("interleaved-easy", "interleaved-hard"):
-        for path in sorted((tmp_path / "out" / "trajectories" / stage).glob("*.jsonl.gz")):
-            with gzip.open(path, "rt") as file:
-                rows = [json.loads(line) for line in file]
-            played.append({(row["domain"], row["task_id"].split("-")[1]) for row in rows})
-    assert played == [
-        *({("airline", "easy")}, {("retail", "easy")}),
-        *({("airline", "hard")}, {("retail", "hard")}),
-    ]
-    stages = [stage["name"] for stage in results(tmp_path / "out")["curriculum"]["stages"]]
-    assert stages == ["interleaved-easy", "interleaved-hard"]
 
 
 def test_advantages_of_a_domain_are_scaled() -> None:
@@ -211,31 +184,6 @@ def test_a_checkpoint_loads_with_from_pretrained_and_is_a_model_to_start_from(
     assert evaluation["success"] == last["success"]
 
 
-def test_one_rank_and_two_ranks_are_the_same_training(
-    two_ranks: tuple[Path, str], one_rank: Path
-) -> None:
-    one, two = metrics(one_rank), metrics(two_ranks[0])
-    for a, b in zip(one, two, strict=True):
-        for key in (
-            "reward/mean",
-            "rollout/sampled_tokens",
-            "rollout/turns",
-            "rollout/frac_reward_zero_std",
-        ):
-            assert a[key] == pytest.approx(b[key], abs=1e-9), (a["step"], key)
-    last = "checkpoints/stage-3-telecom/model.safetensors"
-    weights, others = load_file(one_rank / last), load_file(two_ranks[0] / last)
-    for name, weight in weights.items():
-        assert torch.allclose(weight, others[name], rtol=0, atol=2e-5), name
-
-
-def test_a_folder_that_holds_a_run_is_refused_unless_resumed(two_ranks: tuple[Path, str]) -> None:
-    folder = two_ranks[0]
-    done = play(*SHORT, "--output-dir", str(folder), cwd=folder.parent, num_ranks=1, code=2)
-    assert done.stderr.count("\n") == 1
-    assert "holds a run; resume it with --resume-from-checkpoint latest" in done.stderr
-
-
 def test_settings_of_the_loss_run_with_few_tasks_mixed_and_in_bf16(tmp_path: Path) -> None:
     arguments = ["--config", "mixed", "--domains", "airline,retail", "--tasks-per-domain", "2"]
     arguments += ["--max-steps", "2", "--mixed-precision", "bf16", "--warm-start-steps", "0"]
@@ -331,20 +279,3 @@ def test_a_run_plays_as_many_episodes_at_once_as_fit_with_the_same_draws(tmp_pat
     assert few == every and len({*every}) > 6
     saved = yaml.safe_load((tmp_path / "few" / "config.yaml").read_text())
     assert saved["rollout"]["max_concurrent_episodes"] == 512
-
-
-def test_tasks_from_a_file_are_trained_on_and_a_broken_file_is_refused(tmp_path: Path) -> None:
-    from pipeline.embedded.airline import generate_tasks
-    from scripts.bench.common import save_tasks
-
-    save_tasks(generate_tasks(5, 6, "train", "easy"), tmp_path / "airline.jsonl")
-    arguments = ["--domains", "airline", "--tasks", "{airline: airline.jsonl}"]
-    done = play(*SHORT, *arguments, "--check", cwd=tmp_path, num_ranks=1)
-    assert "airline: 6 to train" in done.stdout
-    with (tmp_path / "airline.jsonl").open("a") as file:
-        file.write("{broken\n")
-    done = play(*SHORT, *arguments, "--output-dir", "out", cwd=tmp_path, num_ranks=1, code=2)
-    said = done.stderr.splitlines()
-    assert said[0] == "running on CPU: 1 rank" and len(said) == 2
-    assert said[1].startswith("error: airline.jsonl, line 7: not JSON")
-    assert not (tmp_path / "out").exists()

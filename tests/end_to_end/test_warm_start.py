@@ -103,7 +103,8 @@ def test_labels_stand_exactly_on_what_the_assistant_says():
 
 @pytest.mark.parametrize("domain", EMBEDDED_DOMAINS)
 def test_a_row_holds_the_tokens_of_the_rollout_that_says_the_same(domain):
-    module, environment = import_module(f"pipeline.embedded.{domain}"), ENVIRONMENTS[domain]
+    module = import_module(f"pipeline.embedded.{domain}")
+    environment = ENVIRONMENTS[domain]
     tasks = module.generate_tasks(3, 30, "train", "medium")
     played = [run_expert(environment(), module.expert, task, 0.5)[0] for task in tasks]
     scripts = {
@@ -137,34 +138,26 @@ def test_every_domain_has_its_share_of_the_rows():
     assert counts == {"airline": 8, "retail": 8, "telecom": 8}
 
 
-def expert_rows(domain, count, share, seed=1):
-    module, environment = import_module(f"pipeline.embedded.{domain}"), ENVIRONMENTS[domain]
-    played = [
-        run_expert(environment(), module.expert, task, share, seed)
-        for task in module.generate_tasks(0, count, "train", "medium")
-    ]
-    rows = [encode(chat(), messages, tool_schemas(environment)) for messages, _ in played]
-    return rows, [reward for _, reward in played]
-
-
-def by_ids(rows):
-    return sorted(rows, key=lambda row: row["input_ids"])
+def by_ids(row):
+    return row["input_ids"]
 
 
 @pytest.mark.parametrize("domain", EMBEDDED_DOMAINS)
-def test_with_rule_share_1_the_demonstrations_are_the_experts(domain):
-    rows = rows_of(config(domains=[domain], rule_share=1.0, steps=5, batch_size=8))
-    expected, rewards = expert_rows(domain, 40, share=1.0)
-    assert by_ids(rows) == by_ids(expected)
-    assert rewards == [1.0] * 40
-
-
-@pytest.mark.parametrize("domain", EMBEDDED_DOMAINS)
-def test_with_a_smaller_rule_share_part_of_the_demonstrations_break_the_rules(domain):
-    rows = rows_of(config(domains=[domain], rule_share=0.3, steps=20, batch_size=8))
-    expected, rewards = expert_rows(domain, 160, share=0.3)
-    assert by_ids(rows) == by_ids(expected)
-    assert 0.2 < sum(rewards) / 160 < 0.7
+def test_the_demonstrations_are_the_experts_who_break_rules_in_their_share(domain):
+    module = import_module(f"pipeline.embedded.{domain}")
+    tools = tool_schemas(ENVIRONMENTS[domain])
+    rewards = {}
+    for share in (1.0, 0.3):
+        played = [
+            run_expert(ENVIRONMENTS[domain](), module.expert, task, share, 1)
+            for task in module.generate_tasks(0, 80, "train", "medium")
+        ]
+        rows = rows_of(config(domains=[domain], rule_share=share, steps=10, batch_size=8))
+        expected = [encode(chat(), messages, tools) for messages, _ in played]
+        assert sorted(rows, key=by_ids) == sorted(expected, key=by_ids)
+        rewards[share] = [reward for _, reward in played]
+    assert rewards[1.0] == [1.0] * 80
+    assert 0.2 < sum(rewards[0.3]) / 80 < 0.7
 
 
 def check_all(settings, domains):
@@ -273,15 +266,6 @@ def test_demonstrations_that_do_not_fit_into_a_rollout_are_refused_or_told(tmp_p
     says(note, "1 of 10 tried", f"line 10): needs {needed}", f"; give {flag('rollout', name)}")
 
 
-def test_the_demonstrations_of_an_expert_must_fit_as_well():
-    settings = config(domains=["airline"])
-    limits = settings.rollout.model_copy(update={"max_turns": 1})
-    settings = settings.model_copy(update={"rollout": limits})
-    message = refusal(check_all, settings, embedded("airline"))
-    says(message, "8 of 8 tried demonstrations of airline (such as the expert's task '")
-    says(message, "needs max_turns ", "give --max-turns ")
-
-
 def test_all_limits_of_all_domains_are_named_at_once_with_the_flags_that_mend_them(tmp_path):
     airline = write(tmp_path / "airline.jsonl", LONG, FULL)
     retail = write(tmp_path / "retail.jsonl", *[GOOD] * 20, MANY)
@@ -317,41 +301,6 @@ def test_each_pass_over_the_file_takes_every_row_once_in_an_order_of_its_own(tmp
     assert passes[0] != passes[1]
 
 
-MISSING_MESSAGES = ("messages: give", "role and content")
-BAD_MESSAGE = ("messages: bad message", "role and content")
-NO_ANSWER = ("starts with a request", "assistant message")
-
-
-@pytest.mark.parametrize(
-    ("line", "words"),
-    [
-        ("{oops", ("not JSON", "mend the line")),
-        ("[1, 2]", MISSING_MESSAGES),
-        ({"rows": []}, MISSING_MESSAGES),
-        ({"messages": "hi"}, MISSING_MESSAGES),
-        ({"messages": [{"role": "user"}]}, BAD_MESSAGE),
-        (
-            {"messages": [{"role": "user", "content": 3}]},
-            BAD_MESSAGE,
-        ),
-        ({"messages": []}, MISSING_MESSAGES),
-        ({"messages": GOOD["messages"][:1]}, NO_ANSWER),
-        ({"messages": GOOD["messages"][1:]}, NO_ANSWER),
-    ],
-)
-def test_a_mistake_in_the_file_is_named_with_its_line(tmp_path, line, words):
-    path = write(tmp_path / "own.jsonl", GOOD, "", line, GOOD)
-    says(refusal(read_demonstrations, path), f"{path}, line 3: ", *words)
-
-
-def test_a_file_that_is_empty_or_missing_is_refused(tmp_path):
-    with pytest.raises(UserError, match="holds no demonstrations"):
-        read_demonstrations(write(tmp_path / "empty.jsonl", "", ""))
-    nowhere = config(files={"airline": str(tmp_path / "nowhere.jsonl")})
-    with pytest.raises(UserError, match="cannot be read"):
-        check_all(nowhere, embedded("airline"))
-
-
 # Training
 
 
@@ -378,8 +327,11 @@ def test_the_learning_rate_is_that_of_transformers():
 
 def train_in_parts(budget, use_peft):
     """A warm start with micro-batches of `budget` tokens, and logits in chunks of 16 tokens."""
-    accelerator, model, chunks = Accelerator(), tiny_model(tokenizer(), seed=1), []
-    settings, logits_of = config(steps=2, batch_size=4), token_logprobs.logits_of
+    accelerator = Accelerator()
+    model = tiny_model(tokenizer(), seed=1)
+    chunks = []
+    settings = config(steps=2, batch_size=4)
+    logits_of = token_logprobs.logits_of
     if use_peft:
         model = lora.attach(model, ModelSettings(lora_r=2), "base", 0)
 
@@ -416,7 +368,8 @@ def test_a_warm_start_in_micro_batches_without_whole_logits_learns_the_same(use_
 def train_on_this_rank(deterministic, shards):
     accelerator = Accelerator()
     ranks = Ranks(accelerator.process_index, accelerator.num_processes, 60)
-    model, steps = tiny_model(tokenizer(), seed=1), []
+    model = tiny_model(tokenizer(), seed=1)
+    steps = []
     for layer in model.model.layers:  # whose masks would be drawn on each rank for its own rows
         layer.self_attn.attention_dropout = 0.3
     settings = config(steps=3, batch_size=4, rule_share=1.0)
@@ -463,7 +416,9 @@ def test_a_deterministic_warm_start_has_the_same_bits_on_three_ranks(shards):
 
 def stopped(at: str):
     """A warm start of two examples a step, in micro-batches of one, that a signal stops."""
-    accelerator, model, seen = Accelerator(), tiny_model(tokenizer(), seed=1), []
+    accelerator = Accelerator()
+    model = tiny_model(tokenizer(), seed=1)
+    seen = []
     ranks = Ranks(accelerator.process_index, accelerator.num_processes, 60)
     settings = config(steps=3, batch_size=2 * ranks.num_ranks)
     grpo = settings.grpo.model_copy(update={"max_tokens_per_microbatch": 1})
@@ -477,7 +432,8 @@ def stopped(at: str):
         alive()
 
     ranks.alive = watched
-    examples, steps = sft_examples(settings, chat(), embedded("airline")), []
+    examples = sft_examples(settings, chat(), embedded("airline"))
+    steps = []
     with pytest.raises(Interrupted):
         fine_tune(settings, accelerator, ranks, model, examples, steps.append)
     return len(seen), len(steps)
@@ -487,19 +443,3 @@ def test_a_signal_stops_a_warm_start_within_a_micro_batch():
     """On all ranks: the rank with the signal leaves out the rest of its step."""
     assert play_ranks(stopped, 1, "rank 0, micro-batch 3") == [(3, 1)]
     assert play_ranks(stopped, 2, "rank 1, micro-batch 3") == [(4, 1), (3, 1)]
-
-
-def test_demonstrations_as_the_api_of_openai_has_them_are_read(tmp_path):
-    call_as_text = {"type": "function", "id": "c1", "function": {"name": "look"}}
-    call_as_text["function"]["arguments"] = '{"item": "lamp"}'
-    messages = [
-        {"role": "developer", "content": [{"type": "text", "text": "desk"}]},
-        {"role": "user", "content": "hello"},
-        {"role": "assistant", "content": None, "tool_calls": [call_as_text]},
-    ]
-    path = tmp_path / "said.jsonl"
-    path.write_text("\ufeff" + json.dumps({"messages": messages}) + "\n", encoding="utf-8")
-    (found,) = read_demonstrations(path)
-    system, _, said = found.messages
-    assert (system["role"], system["content"], said["content"]) == ("system", "desk", "")
-    assert said["tool_calls"][0]["function"]["arguments"] == {"item": "lamp"}

@@ -23,10 +23,9 @@ from pipeline.evaluation.baselines import baselines
 from pipeline.models.tiny import tiny_model, tiny_tokenizer
 from pipeline.preflight.prepare import prepare
 from pipeline.sft import IGNORED, encode, fine_tune, sft_examples
-from scripts.bench.common import save_tasks
 from scripts.proofs.ranks import play_ranks
 from tests.support import ROOT
-from tests.support.helpers import embedded, tokenizer
+from tests.support.helpers import embedded, save_tasks, tokenizer
 from tests.support.messages import says
 
 BANK = '''

@@ -18,8 +18,7 @@ from pipeline.environments.domains import load_domains
 from pipeline.preflight.prepare import prepare
 from pipeline.preflight.tasks import task_sets
 from pipeline.preflight.trials import check_demonstrations, check_reward_functions
-from scripts.bench.common import save_tasks
-from tests.support.helpers import chat, make_task
+from tests.support.helpers import chat, make_task, save_tasks
 from tests.support.messages import refusal, says
 
 FUNCTIONS = """

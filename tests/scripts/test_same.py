@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.proofs.same import RUNS, compared, main
+from scripts.proofs.same import compared
 
 METRICS = [{"kind": "train", "step": 1, "train/loss": 0.25}, {"kind": "eval", "step": 1}]
 EPISODES = "trajectories/airline/step-000001.rank-0.jsonl.gz"
@@ -27,14 +27,16 @@ def write_metrics(folder: Path, rows: list[dict[str, object]]) -> None:
 
 
 def test_equal_runs_have_no_difference_and_the_time_in_a_packed_file_is_none(tmp_path):
-    a, b = run_folder(tmp_path / "a"), run_folder(tmp_path / "b")
+    a = run_folder(tmp_path / "a")
+    b = run_folder(tmp_path / "b")
     (b / EPISODES).write_bytes(gzip.compress(EPISODES.encode(), mtime=1))
     assert list(compared(a, b)) == []
 
 
 @pytest.mark.parametrize("name", FILES)
 def test_a_changed_or_missing_file_is_named(tmp_path, name):
-    a, b = run_folder(tmp_path / "a"), run_folder(tmp_path / "b")
+    a = run_folder(tmp_path / "a")
+    b = run_folder(tmp_path / "b")
     (b / name).write_bytes(gzip.compress(b"other") if name == EPISODES else b"other")
     assert list(compared(a, b)) == [f"{name}: other content"]
     (a / name).unlink()
@@ -42,7 +44,8 @@ def test_a_changed_or_missing_file_is_named(tmp_path, name):
 
 
 def test_a_metric_that_differs_or_is_new_is_named_with_its_line(tmp_path):
-    a, b = run_folder(tmp_path / "a"), run_folder(tmp_path / "b")
+    a = run_folder(tmp_path / "a")
+    b = run_folder(tmp_path / "b")
     write_metrics(b, [METRICS[0] | {"train/loss": 0.5}, METRICS[1] | {"eval/new": 1.0}])
     assert list(compared(a, b)) == [
         "metrics.jsonl:1 train/loss: 0.25 there, 0.5 here",
@@ -50,11 +53,3 @@ def test_a_metric_that_differs_or_is_new_is_named_with_its_line(tmp_path):
     ]
     write_metrics(b, METRICS[:1])
     assert list(compared(a, b)) == ["metrics.jsonl: 2 lines there, 1 here"]
-
-
-def test_an_unknown_run_is_refused(capsys):
-    with pytest.raises(SystemExit) as exit_:
-        main(["--against", "HEAD", "--runs", "unknown"])
-    assert exit_.value.code == 2
-    assert len(RUNS) == 11
-    assert "invalid choice: 'unknown'" in capsys.readouterr().err

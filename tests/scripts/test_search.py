@@ -1,17 +1,17 @@
 """Searches over settings: what is suggested is a setting, and hopeless trials end early."""
 
 import json
-import subprocess
 import sys
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
 
 from pipeline.config.cli import parse
 from pipeline.errors import UserError
+from scripts import optuna_study
 from tests.support import ROOT
 from tests.support.warm_process import warm_subprocess
 
@@ -43,11 +43,6 @@ if rate < 0.5 and "--patient" in sys.argv:
     time.sleep(60)
 sys.exit(1 if "--broken" in sys.argv else 0)
 """
-
-
-@pytest.fixture
-def optuna_study(monkeypatch: pytest.MonkeyPatch) -> Any:
-    return import_module("scripts.optuna_study")
 
 
 # W&B
@@ -89,14 +84,14 @@ def test_every_value_of_the_wandb_sweep_is_taken_by_the_command_line() -> None:
 # Ranges
 
 
-def test_ranges_and_choices_are_read(optuna_study: Any) -> None:
+def test_ranges_and_choices_are_read() -> None:
     words = ["learning_rate=1e-4..1e-3:log", "tasks_per_step=8..32", "loss_type=dapo,grpo"]
-    rate, tasks, loss = optuna_study.parse_search(words)
-    assert (rate.low, rate.high, rate.is_log, rate.is_whole) == (1e-4, 1e-3, True, False)
-    assert (tasks.low, tasks.high, tasks.is_log, tasks.is_whole) == (8.0, 32.0, False, True)
-    assert tasks.ends() == ("8", "32")
-    assert loss.choices == ("dapo", "grpo")
-    assert not optuna_study.parse_search(["replay=0..1"])[0].is_whole
+    assert optuna_study.parse_search([*words, "replay=0..1"]) == {
+        "learning_rate": FloatDistribution(1e-4, 1e-3, log=True),
+        "tasks_per_step": IntDistribution(8, 32),
+        "loss_type": CategoricalDistribution(("dapo", "grpo")),
+        "replay": FloatDistribution(0.0, 1.0),
+    }
 
 
 @pytest.mark.parametrize(
@@ -110,9 +105,7 @@ def test_ranges_and_choices_are_read(optuna_study: Any) -> None:
         ("beta=0..1:log", "--search: got 'beta=0..1:log'; give LOW below HIGH, and above 0 with"),
     ],
 )
-def test_what_is_no_setting_or_no_range_is_refused(
-    optuna_study: Any, word: str, refusal: str
-) -> None:
+def test_what_is_no_setting_or_no_range_is_refused(word: str, refusal: str) -> None:
     with pytest.raises(UserError) as refused:
         optuna_study.parse_search([word])
     assert str(refused.value).startswith(refusal)
@@ -133,7 +126,7 @@ def test_what_is_no_setting_or_no_range_is_refused(
     ],
 )
 def test_what_a_run_would_refuse_is_refused_before_any(
-    optuna_study: Any, words: list[str], refusal: str, capsys: Any
+    words: list[str], refusal: str, capsys: Any
 ) -> None:
     assert optuna_study.main(words) == 2
     assert capsys.readouterr().err.startswith(refusal)
@@ -142,7 +135,7 @@ def test_what_a_run_would_refuse_is_refused_before_any(
 # Trials
 
 
-def study(optuna_study: Any, folder: Path, *flags: str, startup: int = 1) -> Any:
+def study(folder: Path, *flags: str, startup: int = 1) -> Any:
     """A study of the learning rate with runs that only pretend, kept in the folder."""
     words = ["--search", "learning_rate=0..1", "--output-dir", str(folder)]
     options = optuna_study.parser().parse_args([*words, "--startup-trials", str(startup)])
@@ -156,10 +149,8 @@ def states(made: Any) -> list[str]:
     return [trial.state.name for trial in made.study.get_trials()]
 
 
-def test_a_trial_that_does_worse_than_the_median_is_told_to_end_and_saves(
-    optuna_study: Any, tmp_path: Path
-) -> None:
-    made = study(optuna_study, tmp_path, "--patient")
+def test_a_trial_that_does_worse_than_the_median_is_told_to_end_and_saves(tmp_path: Path) -> None:
+    made = study(tmp_path, "--patient")
     for rate in (0.8, 0.1, 0.9):
         made.study.enqueue_trial({"learning_rate": rate})
     made.run(3)
@@ -169,30 +160,26 @@ def test_a_trial_that_does_worse_than_the_median_is_told_to_end_and_saves(
     assert made.study.get_trials()[1].intermediate_values == {1: pytest.approx(0.1 * 0.75)}
 
 
-def test_a_study_goes_on_in_its_storage_up_to_its_number_of_trials(
-    optuna_study: Any, tmp_path: Path
-) -> None:
-    study(optuna_study, tmp_path).run(2)
-    made = study(optuna_study, tmp_path)
+def test_a_study_goes_on_in_its_storage_up_to_its_number_of_trials(tmp_path: Path) -> None:
+    study(tmp_path).run(2)
+    made = study(tmp_path)
     made.run(3)
     made.run(3)
     assert states(made) == ["COMPLETE"] * 3
     assert len({trial.params["learning_rate"] for trial in made.study.get_trials()}) == 3
 
 
-def test_a_run_that_fails_is_told_and_does_not_end_the_study(
-    optuna_study: Any, tmp_path: Path, capsys: Any
-) -> None:
-    made = study(optuna_study, tmp_path, "--broken")
+def test_a_run_that_fails_is_told_and_does_not_end_the_study(tmp_path: Path, capsys: Any) -> None:
+    made = study(tmp_path, "--broken")
     made.run(2)
     assert states(made) == ["FAIL", "FAIL"]
     told = capsys.readouterr().out
     assert told.startswith(f"trial-0000: failed with exit code 1, see {tmp_path}/trial-0000.log")
-    assert optuna_study._tell_best(made.study, made.searches) == 1
+    assert optuna_study._tell_best(made.study) == 1
 
 
-def test_an_interrupted_trial_is_run_again_in_its_folder(optuna_study: Any, tmp_path: Path) -> None:
-    made = study(optuna_study, tmp_path, "--patient", startup=9)
+def test_an_interrupted_trial_is_run_again_in_its_folder(tmp_path: Path) -> None:
+    made = study(tmp_path, "--patient", startup=9)
     made.study.enqueue_trial({"learning_rate": 0.1})
     with pytest.MonkeyPatch().context() as patched:
         patched.setattr("optuna.trial.Trial.report", interrupt)
@@ -201,7 +188,7 @@ def test_an_interrupted_trial_is_run_again_in_its_folder(optuna_study: Any, tmp_
     assert states(made) == ["FAIL", "WAITING"]
     assert (tmp_path / "trial-0000.log").read_text() == "saved\n"
 
-    again = study(optuna_study, tmp_path)
+    again = study(tmp_path)
     again.run(1)
     assert states(again) == ["FAIL", "COMPLETE"]
     trial = again.study.get_trials()[1]
@@ -213,23 +200,8 @@ def interrupt(*_: Any) -> None:
     raise KeyboardInterrupt
 
 
-def test_the_trial_of_a_killed_process_is_run_again(optuna_study: Any, tmp_path: Path) -> None:
-    """On this machine; one of another machine may be alive."""
-    made = study(optuna_study, tmp_path)
-    ended = subprocess.Popen([sys.executable, "-c", ""])
-    ended.wait()
-    for name, host in (("mine", optuna_study.socket.gethostname()), ("other", "elsewhere")):
-        trial = made.study.ask()
-        trial.suggest_float("learning_rate", 0, 1)
-        trial.set_user_attr("folder", name)
-        trial.set_user_attr("process", f"{host}:{ended.pid}")
-    made.run(1)
-    assert states(made) == ["FAIL", "RUNNING", "COMPLETE"]
-    assert (tmp_path / "mine" / "metrics.jsonl").is_file()
-
-
 def test_a_study_of_real_runs_finds_the_best(
-    optuna_study: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     monkeypatch.setattr(optuna_study, "subprocess", warm_subprocess())
     monkeypatch.setattr(optuna_study.signal, "signal", lambda *_: None)

@@ -1,11 +1,8 @@
 """A warm optimizer step opens few rooms and few files: who reads one need not read the house."""
 
-import json
-
 import pytest
 
-from scripts.bench import step_trace
-from tests.support.warm_process import warm_subprocess
+from scripts.bench.step_trace import traced
 
 pytestmark = pytest.mark.whole_run
 
@@ -13,11 +10,8 @@ pytestmark = pytest.mark.whole_run
 FILES_BEFORE = 34
 
 
-def test_a_warm_step_opens_few_rooms_and_files(monkeypatch, capsys):
-    monkeypatch.setattr(step_trace, "subprocess", warm_subprocess())
-    monkeypatch.setattr("sys.argv", ["step_trace.py"])
-    step_trace.main()
-    found = json.loads(capsys.readouterr().out)
+def test_a_warm_step_opens_few_rooms_and_files():
+    found = traced()
     assert {"rollout", "chat", "embedded", "grpo", "distributed"} <= set(found["rooms"])
     assert found["num_rooms"] <= 11, found["rooms"]
     assert found["num_files"] <= 0.83 * FILES_BEFORE, list(found["files"])

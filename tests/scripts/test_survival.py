@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from scripts.bench import common
 from scripts.proofs import chaos, faults
 from tests.support.warm_process import warm_subprocess
 
@@ -22,7 +23,8 @@ def run(script: Any, *flags: str, folder: Path) -> dict[str, float]:
     """The script in this process, its runs in processes that have imported the pipeline."""
     figures = folder / "figures.json"
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(script, "subprocess", warm_subprocess())
+        patched.setattr(common, "subprocess", warm_subprocess())
+        patched.setattr(faults, "subprocess", warm_subprocess())
         assert script.main(["--json", str(figures), *flags]) == 0
     found: dict[str, float] = json.loads(figures.read_text())["figures"]
     return found
@@ -50,18 +52,3 @@ def test_a_rank_that_is_killed_is_named_and_nan_in_what_it_sampled_skips_one_ste
     assert said.count("in sample airline step 1") == 1
     assert said.count("one step skipped, its batch kept") == 1
     assert said.endswith("2 of 2 right\n")
-
-
-def test_what_is_told_late_is_played_again_and_what_is_told_wrongly_is_not(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    late, wrong = faults.Found(wrong="too late", is_late=True), faults.Found(wrong="nobody named")
-    answers = iter([late, late, faults.Found(took_s=1.0), wrong, late, late, late])
-    monkeypatch.setattr(faults, "prepare", lambda *_: [])
-    monkeypatch.setattr(faults, "play", lambda *_: next(answers))
-    flags = ["--phases", "sample", "--kinds", "kill", "exit", "hang", "--ranks", "1"]
-    assert faults.main(flags) == 1
-    assert list(answers) == []
-    said = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()[-3:]]
-    assert said[0] == "wrong: 2/3 exit sample rank 1"
-    assert said[1:] == ["wrong: 3/3 hang sample rank 1", "1 of 3 right"]

@@ -4,9 +4,10 @@ ranks.
 
 import asyncio
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -55,6 +56,17 @@ def environments_of(domains: Mapping[str, Domain]) -> dict[str, type[Any]]:
 def make_task(name: str = "t1", request: str = "hello", **fields: Any) -> Task:
     prompt = ({"role": "system", "content": "desk"}, {"role": "user", "content": request})
     return Task(**{"domain": "desk", "id": name, "prompt": prompt, "payload": "{}", **fields})
+
+
+def save_tasks(tasks: Iterable[Task], path: Path) -> None:
+    """Write tasks to a JSON Lines file that `load_tasks` can read."""
+    keys = ("domain", "id", "family", "branch")
+    with path.open("w", encoding="utf-8") as file:
+        for task in tasks:
+            row = {key: getattr(task, key) for key in keys} | json.loads(task.columns)
+            row["prompt"] = task.prompt[0]["content"] if task.is_text else task.prompt
+            row["payload"] = json.loads(task.payload)
+            file.write(json.dumps(row, ensure_ascii=False, sort_keys=True) + "\n")
 
 
 def call(name: str, **arguments: Any) -> Message:

@@ -42,20 +42,21 @@ class WarmRun:
         env: Mapping[str, str] | None = None,
         cwd: str | Path | None = None,
         text: bool = False,
-        start_new_session: bool = False,
     ) -> None:
         mode = "" if text else "b"
         ends: list[Connection | None] = [_given(stdin), _given(stdout), _given(stderr)]
         if stdin == subprocess.PIPE:
             theirs, ours = os.pipe()
-            ends[0], self.stdin = Connection(theirs), os.fdopen(ours, f"w{mode}")
+            ends[0] = Connection(theirs)
+            self.stdin = os.fdopen(ours, f"w{mode}")
         if stdout == subprocess.PIPE:
             ours, theirs = os.pipe()
-            ends[1], self.stdout = Connection(theirs), os.fdopen(ours, f"r{mode}")
+            ends[1] = Connection(theirs)
+            self.stdout = os.fdopen(ours, f"r{mode}")
         words = [str(word) for word in command[1:]]
         place = (dict(os.environ if env is None else env), str(cwd or os.getcwd()))
-        how = (stderr == subprocess.STDOUT, start_new_session)
-        self._process = ranks.FORKSERVER.Process(target=_enter, args=(words, *place, ends, *how))
+        joins = stderr == subprocess.STDOUT
+        self._process = ranks.FORKSERVER.Process(target=_enter, args=(words, *place, ends, joins))
         self._process.start()
         self.pid = self._process.pid
         for end in ends:
@@ -104,13 +105,10 @@ def _enter(
     folder: str,
     ends: list[Connection | None],
     joins_stderr: bool,
-    is_session: bool,
 ) -> None:
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(folder)
-    if is_session:
-        os.setsid()
     for number, end in enumerate(ends):
         if end is not None:
             os.dup2(end.fileno(), number)
@@ -152,7 +150,8 @@ def _fork_ranks(
         code = 0
         while alive:
             pid, status = os.wait()
-            rank, ended = alive.pop(pid), os.waitstatus_to_exitcode(status)
+            rank = alive.pop(pid)
+            ended = os.waitstatus_to_exitcode(status)
             if ended and not code:
                 code = launch._exit_code(rank, SimpleNamespace(exitcode=ended))
                 end = threading.Timer(END_S, tell, [signal.SIGKILL])
