@@ -31,6 +31,7 @@ from pipeline.evaluation.advice import DeadDomains, Decisions, StartReport
 from pipeline.evaluation.baselines import baselines as play_baselines
 from pipeline.evaluation.evaluate import (
     ErrorRates,
+    KLProbe,
     evaluate,
     evaluation_metrics,
     failed_trials,
@@ -41,7 +42,6 @@ from pipeline.evaluation.evaluate import (
     unscored_trials,
     write_results,
 )
-from pipeline.evaluation.kl_probe import KLProbe
 from pipeline.files.console import may_fail
 from pipeline.files.durable import write_text
 from pipeline.grpo.learner import Learner

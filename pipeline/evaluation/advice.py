@@ -192,13 +192,16 @@ def _advice(
     count = "the only group" if len(groups) == 1 else f"none of {len(groups)} groups"
     has = "has no signal" if len(groups) == 1 else "has signal"
     what = f"{domain}: {count} {has} and pass@{size} is {shown}: GRPO has nothing to compare"
-    if pass_at_size == 1:
-        yield f"{what}; the policy solves these tasks: take harder tasks, or leave {domain} out"
-    elif pass_at_size:
-        yield f"{what}; the episodes of a task end alike: raise temperature or num_generations"
-    else:
-        reasons = Counter(reason for group in groups for reason in group.stop_reasons)
-        yield f"{what}; {commonest_end(reasons, 'the')}"
+    reasons = Counter(reason for group in groups for reason in group.stop_reasons)
+    remedies = [
+        (
+            pass_at_size == 1,
+            f"the policy solves these tasks: take harder tasks, or leave {domain} out",
+        ),
+        (pass_at_size, "the episodes of a task end alike: raise temperature or num_generations"),
+        (True, commonest_end(reasons, "the")),
+    ]
+    yield f"{what}; {next(remedy for holds, remedy in remedies if holds)}"
 
 
 # Dead domains

@@ -1,7 +1,8 @@
 """Evaluation on held-out tasks, validation inside a stage, and what is made of the episodes.
 
 A trial whose environment fails is played again. A run stops if too many episodes of a domain end in
-environment errors. `results.json` is written from the data in the checkpoints.
+environment errors. Validations also estimate how far the policy has moved since earlier stages.
+`results.json` is written from the data in the checkpoints.
 """
 
 import json
@@ -11,6 +12,8 @@ from itertools import chain
 from pathlib import Path
 from statistics import fmean
 from typing import Any, TypeVar
+
+import torch
 
 from pipeline.checkpoints.checkpoint import TrainState
 from pipeline.config.settings import Config, RolloutSettings
@@ -22,6 +25,8 @@ from pipeline.errors import RunError, UserError
 from pipeline.evaluation.transfer import is_graded, pass_hat_k, succeeded, summary, worse
 from pipeline.files.console import command, may_fail
 from pipeline.files.durable import write_text
+from pipeline.grpo.micro_batches import make_micro_batches
+from pipeline.grpo.updater import Updater
 from pipeline.rollout.rollout import Progress, Rollout, RolloutRequest
 from pipeline.rollout.trajectory import RunRecord, StopReason, Trajectory
 
@@ -30,6 +35,8 @@ Success = dict[str, Any]  # success rates of a domain, family or branch in `resu
 Errors = list[tuple[str, str, str]]  # domain, task id and text of each environment error
 MOST_K = 4  # the largest k of pass^k, as in tau-bench
 ATTEMPTS = 3  # maximum number of attempts at a trial whose environment fails
+# Of the episodes that the KL probe keeps.
+FIELDS = ("domain", "task_id", "trial", "prompt_ids", "completion_ids", "loss_mask", "logprobs")
 METRICS = {"mean": "success"} | {n: n for n in ("greedy", "reward", "greedy_reward")}
 
 
@@ -60,9 +67,9 @@ def evaluate(
         ranks.agree("end of evaluation")
         mine = [t.record() for t in trajectories]
         records = list(chain(*ranks.all_gather_objects(mine, "evaluation")))
-        if attempt == ATTEMPTS or all(map(_is_ungraded, failed_trials(records))):
+        if attempt == ATTEMPTS or not any(map(_may_succeed, records)):
             break
-        failed = [i for i, r in enumerate(mine) if failed_trials([r]) and not _is_ungraded(r)]
+        failed = [i for i, record in enumerate(mine) if _may_succeed(record)]
         again = rollout([requests[i] for i in failed], greedy, progress)
         for i, trajectory in zip(failed, again, strict=True):
             trajectories[i] = trajectory
@@ -76,14 +83,15 @@ def failed_trials(records: Iterable[RunRecord]) -> list[RunRecord]:
     return [record for record in records if record.stop_reason == StopReason.ENVIRONMENT_ERROR]
 
 
-def _is_ungraded(record: RunRecord) -> bool:
-    return record.left_out == "reward"
+def _may_succeed(record: RunRecord) -> bool:
+    """Return whether a trial has failed that another attempt may mend."""
+    return record.stop_reason == StopReason.ENVIRONMENT_ERROR and record.left_out != "reward"
 
 
 def unscored_trials(records: Iterable[RunRecord]) -> list[RunRecord]:
     """Return the trials that were played and got no reward, because each function gave None."""
-    left = [record for record in records if _is_ungraded(record)]
-    return [record for record in left if record.stop_reason != StopReason.ENVIRONMENT_ERROR]
+    failed = StopReason.ENVIRONMENT_ERROR
+    return [r for r in records if r.left_out == "reward" and r.stop_reason != failed]
 
 
 def refuse_failed_trials(records: Sequence[RunRecord], when: str) -> None:
@@ -93,15 +101,10 @@ def refuse_failed_trials(records: Sequence[RunRecord], when: str) -> None:
     would seem to have forgotten tasks.
     """
     if failed := failed_trials(records):
-        times = f" {ATTEMPTS} times"
-        what = "environment"
-        if all(map(_is_ungraded, failed)):
-            times = ""
-            what = "reward function, or what it asks,"
         raise RunError(
-            f"{len(failed)} of {len(records)} trials {when} ended in environment errors{times} "
-            f"(the first: {failed[0].domain}/{failed[0].task_id}), so nothing is scored"
-            f"{commonest(errors_of(failed))}; mend the {what} and resume"
+            f"{len(failed)} of {len(records)} trials {when} ended in environment errors in each "
+            f"attempt (the first: {failed[0].domain}/{failed[0].task_id}), so nothing is scored"
+            f"{commonest(errors_of(failed))}; mend what failed and resume"
         )
     if unscored := unscored_trials(records):
         raise UserError(
@@ -245,6 +248,85 @@ def plateau(validations: Sequence[Mapping[str, Any]], stage: Stage, config: Conf
     history = [mean for mean in means if mean is not None]
     is_on = on_plateau(history, settings.plateau_patience, settings.plateau_delta)
     return max(history) if is_on else None
+
+
+class KLProbe:
+    """KL estimates between the current policy and the policies at the end of earlier stages.
+
+    At the end of a stage, the policy runs episodes of a few validation tasks of the stage's
+    domains, which are kept in `kl_probe/`. Later validations estimate KL(policy at the end of the
+    stage || current policy), per token, on the tokens that were sampled at the end of the stage.
+    """
+
+    def __init__(self, folder: Path, config: Config, ranks: Ranks) -> None:
+        self._folder = folder / "kl_probe"
+        self._config = config
+        self._ranks = ranks
+        self.episodes: dict[str, list[Trajectory]] = {}  # by domain
+        self.is_wanted = (
+            min(config.evaluation.kl_probe_tasks, config.evaluation.validation_steps) > 0
+        )
+
+    def keep(self, stage: Stage, tasks: Sequence[Task], rollout: Rollout) -> None:
+        """Run one episode of each task at the stage's end; every rank keeps all episodes."""
+        _, mine = evaluate(rollout, tasks, 1, self._config.run.seed, self._ranks)
+        episodes = [{name: getattr(t, name) for name in FIELDS} for t in mine if any(t.loss_mask)]
+        gathered = chain(*self._ranks.all_gather_objects(episodes, "KL probe"))
+        by_task = {(episode["domain"], episode["task_id"]): episode for episode in gathered}
+        ordered = [by_task[task.key] for task in tasks if task.key in by_task]
+        if self._ranks.is_main:
+            self._folder.mkdir(exist_ok=True)
+            write_text(self._folder / f"{stage.name}.json", json.dumps(ordered))
+        self._ranks.barrier("KL probe")
+        self._add(ordered)
+
+    def load(self, stages: Sequence[Stage]) -> None:
+        for stage in stages if self.is_wanted else ():
+            path = self._folder / f"{stage.name}.json"
+            if path.is_file():
+                self._add(json.loads(path.read_text(encoding="utf-8")))
+            elif self._ranks.is_main:
+                print(f"warning: {path} is gone, so there is no KL of {stage.name}")
+
+    def _add(self, episodes: Sequence[dict[str, Any]]) -> None:
+        self.episodes |= grouped((Trajectory(**episode) for episode in episodes), "domain")
+
+    def divergences(self, updater: Updater) -> dict[str, float]:
+        """Return the KL estimate (nats per token) of each domain that has kept episodes.
+
+        The estimator is k3 of Schulman (2020), as in the loss. The order of summation does not
+        depend on the number of ranks.
+        """
+        episodes = [*chain(*self.episodes.values())]
+        if not episodes:
+            return {}
+        mine = [episodes[i] for i in self._ranks.shard(len(episodes))]
+        shards = self._ranks.all_gather_numbers(self._sums(mine, updater))
+        sums = [0.0] * len(episodes)
+        for rank, shard in enumerate(shards):
+            sums[rank :: len(shards)] = shard
+        left = iter(sums)
+        return {
+            domain: sum(next(left) for _ in of) / sum(t.num_sampled_tokens for t in of)
+            for domain, of in self.episodes.items()
+        }
+
+    @torch.no_grad()
+    def _sums(self, trajectories: Sequence[Trajectory], updater: Updater) -> list[float]:
+        order = sorted(range(len(trajectories)), key=lambda i: -trajectories[i].num_tokens)
+        # With one episode per pass, the shapes of tensors do not depend on the number of ranks.
+        budget = 1 if self._config.run.deterministic else updater.max_tokens_per_microbatch
+        items = [(trajectories[i], 0.0, 0.0) for i in order]
+        sums = list[float]()
+        for batch in make_micro_batches(items, budget, updater.pad_id):
+            batch = batch.to(updater.accelerator.device)
+            with updater.accelerator.autocast():
+                logprobs, _ = updater.module(batch)
+            ratio = (logprobs - batch.old_logprobs).double()
+            terms = (torch.expm1(ratio) - ratio).cpu()  # on a GPU, index_add adds in no fixed order
+            zeros = terms.new_zeros(len(batch.lengths))
+            sums += zeros.index_add(0, batch.sequences.cpu(), terms).tolist()
+        return [value for _, value in sorted(zip(order, sums, strict=True))]
 
 
 # Environment errors

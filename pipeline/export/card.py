@@ -17,7 +17,6 @@ from typing import Any
 
 from huggingface_hub import ModelCard, ModelCardData, hf_hub_download
 
-from pipeline.checkpoints.run_folder import HARMLESS
 from pipeline.config.cli import flag
 from pipeline.config.recipe import SETTINGS, SHIPPED, in_words, load_recipe
 from pipeline.config.settings import SINGLE_TURN, Config
@@ -43,7 +42,6 @@ LIBRARIES = ("torch", "transformers", "trl", "peft", "accelerate")
 ELSEWHERE = {"output_dir", "resume_from_checkpoint", "override", "check", "doctor"}
 ELSEWHERE |= {"push_to_hub", "hub_model_id", "hub_private_repo"}
 
-CARD = TEMPLATES / "model_card.md.jinja"
 Example = dict[str, Any]
 
 
@@ -90,7 +88,7 @@ def model_card(
             pipeline_tag="text-generation",
             tags=["grpo", "reinforcement-learning", *["tool-use"] * has_tools],
         ),
-        template_path=str(CARD),
+        template_path=str(TEMPLATES / "model_card.md.jinja"),
         title=(repo_id or checkpoint.run.resolve().name).rpartition("/")[2],
         kind="LoRA adapters (PEFT)" if base_of_adapters else "A language model",
         num_rounds=len(checkpoint.state.get("rft", [])),
@@ -108,8 +106,6 @@ def model_card(
         licence=licence,
         command=command_of(config),
         recipe=in_words(config.model_dump(mode="json")),
-        compared=recipe_of(config),
-        differing=_differing(config),
     )
     card.content = printable(card.content)
     return card
@@ -130,39 +126,28 @@ def without_places(config: Config) -> Config:
     return Config.model_validate(plain(config.model_dump(mode="json")))
 
 
-def changes_of(config: Config) -> dict[tuple[str, str], tuple[Any, Any]]:
-    """Return {(section, setting): (value in the recipe, value in the run)} for other values.
+def command_of(config: Config) -> str:
+    """Return a command that makes a run with the settings of `config`.
 
     A recipe of the user's is compared with the default recipe. Trackers and places do not count.
     """
-    old, new = (of.model_dump(mode="json") for of in (load_recipe(recipe_of(config)), config))
-    return {
-        (section, name): (old[section][name], new[section][name])
-        for section, name in SETTINGS
-        if section != "tracking" and name not in ELSEWHERE
-        if old[section][name] != new[section][name]
-    }
-
-
-def recipe_of(config: Config) -> str:
-    """Return the name of the shipped recipe that a run's settings are compared with."""
     is_shipped = (SHIPPED / f"{config.recipe}.yaml").is_file()
-    return config.recipe if is_shipped else "three_domain_tiny"
-
-
-def command_of(config: Config) -> str:
-    """Return a command that makes a run with the settings of `config`."""
-    words = ["three-domain-grpo", "train", "--config", recipe_of(config)]
-    for (section, name), (_, value) in changes_of(config).items():
+    recipe = config.recipe if is_shipped else "three_domain_tiny"
+    words = ["three-domain-grpo", "train", "--config", recipe]
+    old, new = (of.model_dump(mode="json") for of in (load_recipe(recipe), config))
+    for section, name in SETTINGS:
+        value = new[section][name]
+        if section == "tracking" or name in ELSEWHERE or value == old[section][name]:
+            continue
         option = flag(section, name)
         if isinstance(value, bool):
             plain = option.removeprefix("--").removeprefix("use-")
             words.append(option if value else f"--no-{plain}")
+        elif isinstance(value, list):
+            words += [option, ",".join(map(str, value)) or "none"]
         else:
-            is_list = isinstance(value, list)
             is_text = isinstance(value, str)
-            text = ",".join(map(str, value)) or "none" if is_list else value
-            words += [option, text if is_list or is_text else json.dumps(text, ensure_ascii=False)]
+            words += [option, value if is_text else json.dumps(value, ensure_ascii=False)]
     return shlex.join(words)
 
 
@@ -196,8 +181,7 @@ def _measured(run: RunData, checkpoint: RunCheckpoint) -> dict[str, Any]:
     evaluations = parts["evaluations"]
     if not evaluations:
         return {}
-    is_whole = len(evaluations) == len(run.evaluations)
-    transfer = run.transfer if is_whole else summary([{**run.results, **parts}])
+    transfer = summary([{**run.results, **parts}])
     best = checkpoint.state.get("best") or {}
     numbers = transfer.get("metrics", {})
     rows = [[METRICS[name], metric(numbers[name], name)] for name in METRICS if numbers.get(name)]
@@ -217,13 +201,3 @@ def _measured(run: RunData, checkpoint: RunCheckpoint) -> dict[str, Any]:
         "best": best if best.get("step") == checkpoint.step else None,
         **{name: table(found) if found else "" for name, found in tables.items()},
     }
-
-
-def _differing(config: Config) -> str:
-    shown = [
-        [f"`{section}.{name}`", f"`{json.dumps(old)}`", f"`{json.dumps(new)}`"]
-        for (section, name), (old, new) in changes_of(config).items()
-        if name not in HARMLESS
-    ]
-    header = ["setting", f"recipe {recipe_of(config)}", "this run"]
-    return table([header, *shown]) if shown else ""

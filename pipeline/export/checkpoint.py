@@ -46,11 +46,12 @@ def open_checkpoint(run: Path, name: str = "latest") -> RunCheckpoint:
     if owner is not None and (owner / RUN_SETTINGS).is_file():
         run, name = owner, run.name
     elif not (run / RUN_SETTINGS).is_file():
-        why = f"which holds no run (no {RUN_SETTINGS})"
-        raise UserError(f"got {str(run)!r}, {why}; give the folder of a run")
+        raise UserError(
+            f"got {str(run)!r}, which holds no run (no {RUN_SETTINGS}); give the folder of a run"
+        )
     config = load_recipe(run / RUN_SETTINGS)
     path = run / "checkpoints" / name
-    if name == "best" and not path.is_dir():
+    if name == "best":
         if best := open_checkpoint(run).state.get("best"):
             return open_checkpoint(run, best["checkpoint"])
         raise UserError(f"--checkpoint: got 'best', but {run} kept none; train with --keep-best")
@@ -60,8 +61,9 @@ def open_checkpoint(run: Path, name: str = "latest") -> RunCheckpoint:
             say(note)
         if found is None:
             why = notes[0].removeprefix("warning: ") if notes else "there is none"
-            remedy = "give a run that has saved one"
-            raise UserError(f"{run} holds no whole checkpoint ({why}); {remedy}")
+            raise UserError(
+                f"{run} holds no whole checkpoint ({why}); give a run that has saved one"
+            )
         path = found
     elif not path.is_dir() or path.parent != run / "checkpoints":
         known = ", ".join(sorted(p.name for p in newest_first(run / "checkpoints"))) or "none"

@@ -129,8 +129,10 @@ def upload_exported(
     try:
         return upload(checkpoint, folder, repo_id, private)
     except Exception as error:  # the hub's library and the network raise all kinds of errors
-        why = f"{folder} is whole, but the upload failed ({reason_of(error)})"
-        raise RunError(f"push_to_hub: {why}; `hf upload {repo_id} {folder}` tries again") from None
+        raise RunError(
+            f"push_to_hub: {folder} is whole, but the upload failed ({reason_of(error)}); "
+            f"`hf upload {repo_id} {folder}` tries again"
+        ) from None
 
 
 def push_after_training(run: Path, config: Config) -> None:

@@ -89,15 +89,20 @@ def _mark_stages(axes: Axes, run: RunData, with_names: bool) -> None:
     last = max((stage["first_step"] + stage["num_steps"] for stage in run.stages), default=1)
     for stage in run.stages:
         first = stage["first_step"] + 0.5
-        end = stage["first_step"] + stage["num_steps"] + 0.5
+        end = first + stage["num_steps"]
         if stage["first_step"]:
             axes.axvline(first, color="black", linewidth=1)
         room = int((end - first) / last * 50)  # about how many characters the stage has room for
         if with_names and room > 3:
             name = stage["name"] if len(stage["name"]) <= room else f"{stage['name'][: room - 2]}.."
-            above = axes.get_xaxis_transform()
-            middle = (first + end) / 2
-            axes.text(middle, 1.02, name, transform=above, ha="center", fontsize="small")
+            axes.text(
+                (first + end) / 2,
+                1.02,
+                name,
+                transform=axes.get_xaxis_transform(),
+                ha="center",
+                fontsize="small",
+            )
 
 
 def legend(figure: Figure, handles: Sequence[Handle]) -> None:

@@ -65,13 +65,13 @@ Bar = tuple[str, Number | None, str]  # name, value with interval, colour
 def learning_curves(run: RunData) -> Figure:
     """Draw training reward, validation success and held-out success by domain over the steps.
 
-    A low panel below a domain shows the domain's KL estimates (see `kl_probe.py`), if any.
+    A low panel below a domain shows the domain's KL estimates (see `KLProbe`), if any.
     """
     divergences = {d: _points(run.validation, f"validation/{d}/kl") for d in run.domains}
     heights = [height for d in run.domains for height in ((3, 1) if divergences[d] else (3,))]
-    words = "training reward and held-out success"
-    height = 0.55 * sum(heights) + 1.3
-    figure, panels = drawing.panels_over_steps(run, words, heights, height)
+    figure, panels = drawing.panels_over_steps(
+        run, "training reward and held-out success", heights, height=0.55 * sum(heights) + 1.3
+    )
     remaining = iter(panels)
     for domain, colour in zip(run.domains, cycle(COLOURS), strict=False):
         _draw_success(next(remaining), run, domain, colour)
@@ -119,8 +119,7 @@ def _draw_success(axes: Axes, run: RunData, domain: str, colour: str) -> None:
         draw_rate(axes, x, intervals.get(step) or [mean, None, None], color=colour, **VALIDATION)
     for evaluation in points_of(run.results):
         if number := rate(evaluation, domain, "mean", run.success_threshold):
-            style = {"color": colour, "zorder": 5, **HELD_OUT}
-            draw_rate(axes, evaluation["step"], number, **style)
+            draw_rate(axes, evaluation["step"], number, color=colour, zorder=5, **HELD_OUT)
 
 
 def _validated(run: RunData, validation: Mapping[str, Any], domain: str) -> Number | None:
@@ -172,8 +171,7 @@ def zero_std_groups(run: RunData) -> Figure | None:
 
 def time_and_memory(run: RunData) -> Figure | None:
     names = ("sample_s", "environment_s", "update_s", "wait_s", "step_s", "peak_memory_mb")
-    columns = _columns(run.timings, "perf/", *names)
-    sample, environment, update, wait, step, memory = columns
+    sample, environment, update, wait, step, memory = _columns(run.timings, "perf/", *names)
     other = np.maximum(0, step - sample - update - wait)
     layers = {"sampling": sample - environment, "environment": environment, "update": update}
     panels = {
@@ -207,8 +205,9 @@ def _stacked(
         below = np.zeros(len(records))
         for (name, values), colour in zip(layers.items(), of_layers, strict=False):
             if values.any():
-                style: dict[str, Any] = {"baseline": below, "fill": True, "color": colour}
-                axes.stairs(below + values, edges, linewidth=0, **style)
+                axes.stairs(
+                    below + values, edges, baseline=below, fill=True, color=colour, linewidth=0
+                )
                 below = below + values
                 handles += [(name, {**SQUARE, "color": colour})] if axes is grid[0] else []
         axes.set(xlim=(edges[0], edges[-1]), ylim=(0, top), ylabel=label)
@@ -222,18 +221,24 @@ def stage_performance(run: RunData) -> Figure:
     columns = min(3, len(run.domains))
     rows = math.ceil(len(run.domains) / columns)
     width = max(WIDTH / columns, 0.28 * len(names) + 0.4)
-    words = "held-out success after each stage, with 95 % intervals"
-    figure = drawing.new_figure(run, words, columns * width, rows * 3.0 + 1.2)
+    figure = drawing.new_figure(
+        run,
+        "held-out success after each stage, with 95 % intervals",
+        width=columns * width,
+        height=rows * 3.0 + 1.2,
+    )
     for index, (domain, colour) in enumerate(zip(run.domains, cycle(COLOURS), strict=False), 1):
         axes = figure.add_subplot(rows, columns, index)
         axes.set_ylim(-0.03, 1.03)
         drawing.tidy(axes)
         for x, evaluation in enumerate(run.evaluations):
             if domain in evaluation["success"]:
-                kinds = ("mean", "greedy")
+                sampled, greedy = (
+                    rate(evaluation, domain, kind, run.success_threshold)
+                    for kind in ("mean", "greedy")
+                )
                 is_pale = evaluation["after"] in BEFORE_GRPO
-                numbers = [rate(evaluation, domain, k, run.success_threshold) for k in kinds]
-                _draw_rates(axes, x, numbers, colour, is_pale)
+                _draw_rates(axes, x, sampled, greedy, colour, is_pale)
         if not run.is_graded(domain):  # a mean of graded rewards is no success rate
             draw_baseline(axes, run, domain, colour)
         axes.set_title(domain, loc="left", color=colour, fontweight="bold")
@@ -244,13 +249,12 @@ def stage_performance(run: RunData) -> Figure:
     return figure
 
 
-def _draw_rates(axes: Axes, x: float, numbers: Sequence[Any], colour: str, pale: bool) -> None:
-    sampled, greedy = numbers
+def _draw_rates(axes: Axes, x: float, sampled: Any, greedy: Any, colour: str, pale: bool) -> None:
     axes.bar(x, sampled[0], width=0.8, color=colour, alpha=0.4 if pale else 1.0)
     if sampled[0] >= 0.2:
         ink = drawing.LIGHT_INK if colour in drawing.DARK and not pale else "black"
-        style: dict[str, Any] = {"ha": "center", "size": "small", "color": ink, "rotation": 90}
-        axes.text(x, 0.02, f"{sampled[0]:.2f}", **style)
+        text = f"{sampled[0]:.2f}"
+        axes.text(x, 0.02, text, ha="center", size="small", color=ink, rotation=90)
     draw_rate(axes, x - 0.15, sampled, fmt="none", ecolor="black")
     draw_rate(axes, x + 0.2, greedy, ecolor="black", **DIAMOND)
 
@@ -310,9 +314,8 @@ def transfer(run: RunData) -> Figure | None:
         if bars:
             panels.append((bars, *words))
     rows = [len(bars) for bars, _, _ in panels]
-    title = "changes, with 95 % intervals"
     height = 0.2 * sum(rows) + 0.65 * len(rows) + 0.4
-    figure = drawing.new_figure(run, title, WIDTH, height)
+    figure = drawing.new_figure(run, "changes, with 95 % intervals", WIDTH, height)
     many = figure.subplots(len(panels), 1, squeeze=False, height_ratios=[n + 1 for n in rows]).flat
     for axes, (bars, words_above, directions) in zip(many, panels, strict=True):
         _draw_bars(axes, bars)
@@ -329,8 +332,14 @@ def _draw_bars(axes: Axes, bars: Sequence[Bar]) -> None:
             continue
         axes.barh(y, points[0], height=0.7, color=colour)
         axes.errorbar(points[0], y, xerr=error_bar(*points), **INTERVAL)
-        beside: dict[str, Any] = {"transform": axes.get_yaxis_transform(), "fontsize": "x-small"}
-        axes.text(1.02, y, shown(points, "+"), va="center", **beside)
+        axes.text(
+            1.02,
+            y,
+            shown(points, "+"),
+            va="center",
+            transform=axes.get_yaxis_transform(),
+            fontsize="x-small",
+        )
     axes.axvline(0, color="black", linewidth=1)
     axes.set_yticks(range(len(bars)), [name for name, _, _ in bars], fontsize="small")
     low, high = axes.get_xlim()
@@ -355,9 +364,12 @@ def pareto(configurations: Sequence[Configuration]) -> Figure:
     """
     drawn = [c for c in configurations if complete(c.transfer["metrics"].get("stage_gain"))]
     names = [fill(c.label, LEGEND_CHARACTERS) for c in drawn]
-    words = "new-domain gain against forgetting, 95 % intervals over tasks and seeds"
-    height = 3.5 + 0.19 * sum(name.count("\n") + 1 for name in names)
-    figure = drawing.new_figure(None, words, WIDTH, height)
+    figure = drawing.new_figure(
+        None,
+        "new-domain gain against forgetting, 95 % intervals over tasks and seeds",
+        width=WIDTH,
+        height=3.5 + 0.19 * sum(name.count("\n") + 1 for name in names),
+    )
     axes = figure.subplots()
     styles = zip(cycle(OF_CONFIGURATIONS), cycle(MARKERS), repeat(7), strict=False)
     for configuration, name in zip(drawn, names, strict=True):
@@ -396,8 +408,3 @@ OF_RUN: dict[str, Callable[[RunData], Figure | None]] = {
     "zero_std_groups": zero_std_groups,
     "time_and_memory": time_and_memory,
 }
-
-
-def pictures_of(run: RunData) -> dict[str, Figure]:
-    """Return the figures of a run by file name, without the figures that would be empty."""
-    return drawing.draw(OF_RUN, run)

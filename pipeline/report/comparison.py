@@ -21,8 +21,10 @@ from pipeline.tracking.run_files import RunData, load_run
 IGNORED = ("run", "tracking")  # sections of settings that do not change what a run learns
 KIND = "curriculum.curriculum"
 # names of settings that mixed training ignores, because mixed training has no stages
-OF_STAGES = ["order", "stage_weights", "stage_steps", "stage_tasks", "replay", "preview"]
-OF_STAGES += ["difficulties"]
+OF_STAGES = (
+    *("order", "stage_weights", "stage_steps", "stage_tasks"),
+    *("replay", "preview", "difficulties"),
+)
 
 
 def runs_in(folders: Sequence[Path]) -> list[Path]:

@@ -52,7 +52,7 @@ def read_episodes(
     `meanings` explains the parts of the reward: {domain: {part: text}}.
     """
     files = transcripts_in(folder)
-    tasks = {p: list(map(_task_of, whole_lines(p))) for paths in files.values() for p in paths}
+    tasks = {path: _tasks_in(path) for paths in files.values() for path in paths}
     sizes = Counter((step, task) for step, of in files.items() for p in of for task in tasks[p])
     tokenizers = folder.glob("checkpoints/*/tokenizer.json")
     newest = max(tokenizers, key=lambda path: path.stat().st_mtime, default=None)
@@ -69,9 +69,9 @@ def read_episodes(
         max_episodes = int(0.9 * shown * max_characters / num_characters)
 
 
-def _task_of(line: bytes) -> Task:
-    episode = json.loads(line)
-    return episode["domain"], episode["task_id"]
+def _tasks_in(path: Path) -> list[Task]:
+    """Return the task of each episode in a file of transcripts."""
+    return [(of["domain"], of["task_id"]) for of in map(json.loads, whole_lines(path))]
 
 
 def choose(sizes: Counter[Group], limit: int) -> list[Group]:

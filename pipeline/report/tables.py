@@ -74,7 +74,7 @@ def success_tables(results: Mapping[str, Any]) -> list[Rows]:
     if not ends:
         return []
 
-    def cells(name: str, kind: str, of: Iterable[Evaluation] = ends) -> list[str]:
+    def cells(name: str, kind: str, of: Iterable[Evaluation]) -> list[str]:
         return [with_interval(rate(e, name, kind, threshold)) for e in of]
 
     if len(ends) < 2:
@@ -84,23 +84,20 @@ def success_tables(results: Mapping[str, Any]) -> list[Rows]:
         return [[["success", *KINDS.values(), *further], *rows]]
     gains = {**transfer.get("domains", {}).get("gain", {})}
     gains["mean"] = transfer.get("metrics", {}).get("total_gain")
-    changes = {name: shown(gains.get(name), "+") for name in names}
-    others = {kind: {n: cells(n, kind, agents.values()) for n in names} for kind in KINDS}
-    sampled = [[n, *cells(n, "mean"), of, *others["mean"][n]] for n, of in changes.items()]
-    greedy = [[name, *cells(name, "greedy"), *others["greedy"][name]] for name in names]
-    headers = ["success, sampled", *ENDS, "change", *agents], ["success, greedy", *ENDS, *agents]
-    return [[headers[0], *sampled], [headers[1], *greedy]]
+    sampled = [
+        [n, *cells(n, "mean", ends), shown(gains.get(n), "+"), *cells(n, "mean", agents.values())]
+        for n in names
+    ]
+    greedy = [[name, *cells(name, "greedy", [*ends, *agents.values()])] for name in names]
+    return [
+        [["success, sampled", *ENDS, "change", *agents], *sampled],
+        [["success, greedy", *ENDS, *agents], *greedy],
+    ]
 
 
 def agents_of(results: Mapping[str, Any]) -> dict[str, Evaluation]:
     """Return the agents behind an endpoint that have played the held-out tasks, by name."""
     return {name: of for name, of in results.get("agents", {}).items() if "success" in of}
-
-
-def failed_agents(results: Mapping[str, Any]) -> list[str]:
-    """Return a sentence for each agent behind an endpoint that has not played the tasks."""
-    agents = results.get("agents", {}).items()
-    return [f"agent {name} failed: {of['failed']}" for name, of in agents if "failed" in of]
 
 
 def ends_in_words(evaluations: Sequence[Evaluation]) -> str:
@@ -116,35 +113,14 @@ def with_interval(values: Sequence[Any] | None) -> str:
     return number(values[0])
 
 
-def failures(evaluations: Sequence[Evaluation], transfer: Mapping[str, Any]) -> dict[str, str]:
-    """Return a sentence for each domain whose success after GRPO is 0 or far below the start.
-
-    Far below means less than half, with an interval of the change that excludes 0.
-    """
-    before, after = before_and_after(evaluations)
-    gains = transfer.get("domains", {}).get("gain", {})
-    found = dict[str, str]()
-    for domain in domains_of(evaluations) if after else ():
-        first, last = (
-            e["success"][domain]["mean"] if e and domain in e["success"] else None
-            for e in (before, after)
-        )
-        high = (gains.get(domain) or [None] * 3)[2]
-        if last == 0:
-            found[domain] = f"{domain} failed: no sampled episode succeeds at the end of the run"
-        elif first and last is not None and last < first / 2 and high is not None and high < 0:
-            found[domain] = f"{domain} failed: success fell from {first:.2f} to {last:.2f} in GRPO"
-    return found
-
-
-def worse_count(results: Mapping[str, Any]) -> str:
-    """Say how many of the compared rates fell in GRPO, and how many of them by chance."""
-    worse = results.get("worse", {"found": [], "compared": 0})
-    by_chance = max(1, round(worse["compared"] / 40))
-    return (
-        f"{len(worse['found'])} of {worse['compared']} comparisons (domains, families, branches; "
-        f"about {by_chance} by chance)"
-    )
+def failures(evaluations: Sequence[Evaluation]) -> dict[str, str]:
+    """Return a sentence for each domain without any success at the end of the run."""
+    _, after = before_and_after(evaluations)
+    return {
+        domain: f"{domain} failed: no sampled episode succeeds at the end of the run"
+        for domain, of in (after["success"] if after else {}).items()
+        if of["mean"] == 0
+    }
 
 
 def aligned(rows: Rows) -> str:
@@ -205,11 +181,9 @@ def data_of(run: RunData) -> dict[str, Any]:
         "kinds": KINDS,
         "success_tables": success_tables({**run.results, "transfer": run.transfer}),
         "ends_in_words": ends_in_words(run.evaluations),
-        "failures": failures(run.evaluations, run.transfer),
-        "worse_count": worse_count(run.results),
+        "failures": failures(run.evaluations),
         "baselines": baseline_table(run.results),
         "agents": agents_of(run.results),
-        "failed_agents": failed_agents(run.results),
         "start": start_table(run.results.get("start", {})),
         "about": about_table(run.results),
         "recipe": in_words(run.config),

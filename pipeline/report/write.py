@@ -37,14 +37,12 @@ from pipeline.report.tables import (
     data_of,
     duration,
     ends_in_words,
-    failed_agents,
     failures,
     metric,
     pass_hat_table,
     share,
     shown,
     success_tables,
-    worse_count,
 )
 from pipeline.tracking.run_files import after_name, load_run, number
 
@@ -61,9 +59,15 @@ def write_report(folder: Path) -> None:
     """Write a run's report into its folder; raise UserError if the folder has no run."""
     run = load_run(folder)
     reader = read_episodes(folder, run.success_threshold, run.results.get("reward_parts"))
-    figures = pictures.pictures_of(run)
-    title = folder.resolve().name
-    write_files(folder / "report", "run.md.jinja", figures, reader, title=title, **data_of(run))
+    figures = drawing.draw(pictures.OF_RUN, run)
+    write_files(
+        folder / "report",
+        "run.md.jinja",
+        figures,
+        reader,
+        title=folder.resolve().name,
+        **data_of(run),
+    )
 
 
 def write_comparison(folders: Sequence[Path], output: Path) -> None:
@@ -74,9 +78,13 @@ def write_comparison(folders: Sequence[Path], output: Path) -> None:
     configurations = comparison.configurations_of(runs)
     output.mkdir(parents=True, exist_ok=True)
     figures = drawing.draw({"pareto": pictures.pareto}, configurations)
-    data = comparison.data_of(configurations, unfinished)
-    title = f"Comparison of {len(runs)} runs"
-    write_files(output / "comparison", "comparison.md.jinja", figures, title=title, **data)
+    write_files(
+        output / "comparison",
+        "comparison.md.jinja",
+        figures,
+        title=f"Comparison of {len(runs)} runs",
+        **comparison.data_of(configurations, unfinished),
+    )
 
 
 def write_files(
@@ -108,7 +116,7 @@ def final_table(results: Mapping[str, Any]) -> str:
     """
     results = {"transfer": {}, **results}
     evaluations = results["evaluations"]
-    failed = failures(evaluations, results["transfer"])
+    failed = failures(evaluations)
     tables = success_tables(results)
     legend = "in brackets: 95 % intervals"
     if tables[1:]:
@@ -124,9 +132,8 @@ def final_table(results: Mapping[str, Any]) -> str:
         results=results,
         tables=[*marked, *filter(None, [pass_hat_table(results["transfer"])])],
         legend=fill(legend, MOST_CHARACTERS),
-        failures=[*failed.values(), *failed_agents(results)],
-        falls=results.get("worse", {}).get("found", []),
-        worse_count=worse_count(results),
+        failures=failed.values(),
+        worse=results.get("worse", {"found": []}),
         numbers=[[METRICS[n], metric(numbers[n], n)] for n in AT_THE_END if n in numbers],
     )
     return text.rstrip("\n")

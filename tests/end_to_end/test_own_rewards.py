@@ -97,7 +97,7 @@ def test_the_documented_functions_train_and_a_budget_of_calls_ends_the_run(
         assert (row["error"], row["extra"]) == ("", {"characters": str(len(answer))})
         weighted = row["rewards"]["correct"] + 0.5 * row["rewards"]["digits"]
         assert row["reward"] == pytest.approx(weighted)
-    monkeypatch.setattr("pipeline.report.write.pictures.pictures_of", lambda run: {})
+    monkeypatch.setattr("pipeline.report.write.pictures.OF_RUN", {})
     write_report(out)
     report = (out / "report.md").read_text(encoding="utf-8")
     assert re.search(r"## Rewards by name\n.*\| sums \| digits \| 0\.\d+ \|", report, re.DOTALL)

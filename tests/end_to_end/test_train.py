@@ -231,10 +231,10 @@ def test_an_evaluation_that_cannot_be_scored_stops_the_run_and_costs_nothing(
     own += ["--eval-tasks-per-domain", "4", "--output-dir", "out"]
     done = play(*SMALL, *own, cwd=tmp_path, code=1)
     assert (
-        "2 of 8 trials in the evaluation after desk ended in environment errors 3 times (the "
-        "first: desk/test-medium-0-00001\\x1b[2J), so nothing is scored; the commonest error, "
-        "first of desk/test-medium-0-00001\\x1b[2J: ConnectionError: no answer (my_desk.py, "
-        'line 13: raise ConnectionError("no answer"))' in done.stderr
+        "2 of 8 trials in the evaluation after desk ended in environment errors in each "
+        "attempt (the first: desk/test-medium-0-00001\\x1b[2J), so nothing is scored; the "
+        "commonest error, first of desk/test-medium-0-00001\\x1b[2J: ConnectionError: no answer "
+        '(my_desk.py, line 13: raise ConnectionError("no answer"))' in done.stderr
     )
     assert "Traceback" not in done.stderr
     assert "\x1b" not in done.stderr + done.stdout

@@ -10,6 +10,7 @@ import json
 from pathlib import Path
 
 import pytest
+from accelerate import Accelerator
 
 from pipeline.config.settings import Config, EvaluationSettings
 from pipeline.data.curriculum import Stage
@@ -37,6 +38,23 @@ from tests.support.helpers import call, make_task, say
 from tests.support.messages import says
 
 ALONE = Ranks(0, 1, 5)
+
+
+def resumed(owner):
+    """The same after a checkpoint."""
+    again = type(owner)()
+    again.load_state_dict(json.loads(json.dumps(owner.state_dict())))
+    return again
+
+
+def ran(dead_steps: int, folder: str, *flags: str) -> tuple[int, str]:
+    """Exit code and output of a run in a forked process, where so many steps make it dead."""
+    advice.DEAD_STEPS = dead_steps
+    said = io.StringIO()
+    with contextlib.redirect_stderr(said), contextlib.redirect_stdout(said):
+        code = main([*flags, "--output-dir", folder])
+    return code, said.getvalue()
+
 
 # The start report
 
@@ -147,10 +165,9 @@ def test_a_domain_that_no_stage_trains_has_no_line():
 def test_the_order_of_groups_does_not_depend_on_the_ranks_and_a_resume_keeps_the_report():
     first, second = episodes("airline", "a", 1, 0, 0, 0), episodes("airline", "b", 0, 0, 0, 0)
     assert report([*first, *second]) == report([*second, *first])
-    made, again = StartReport(), StartReport()
+    made = StartReport()
     made.content = report([*first, *second])
-    again.load_state_dict(json.loads(json.dumps(made.state_dict())))
-    assert again.content == made.content
+    assert resumed(made).content == made.content
 
 
 # Dead domains and falls
@@ -175,9 +192,7 @@ def dead_after(*steps):
     """The messages after each of the steps in stage retail."""
     dead, lines = DeadDomains(), []
     for metrics in steps:
-        again = DeadDomains()  # as after a resume
-        again.load_state_dict(json.loads(json.dumps(dead.state_dict())))
-        dead = again
+        dead = resumed(dead)
         dead.add(RETAIL, metrics)
         lines.append(dead.messages(RETAIL, RECORDS, ALONE))
     return lines
@@ -254,21 +269,12 @@ def test_a_domain_whose_success_falls_while_it_is_trained_is_named_once():
     assert [*fallen_domains(elsewhere, stage, settings)] == []  # not a domain of this stage
 
 
-def stopped(folder: str, *flags: str) -> tuple[int, str]:
-    """Exit code and standard error of a run in which two steps are enough to be dead."""
-    advice.DEAD_STEPS = 2  # in a forked process
-    said = io.StringIO()
-    with contextlib.redirect_stderr(said), contextlib.redirect_stdout(io.StringIO()):
-        code = main([*flags, "--output-dir", folder])
-    return code, said.getvalue()
-
-
 def test_a_run_may_end_at_a_dead_domain_with_a_checkpoint(tmp_path: Path):
     folder = tmp_path / "out"
     flags = [*COIN, "--warm-start-steps", "0", "--max-steps", "3", "--save-steps", "0"]
     flags += ["--max-tokens-per-turn", "4", "--max-turns", "1", "--report-to", "none"]
     flags += ["--stop-on-dead-domain"]  # an untrained model never says heads
-    ((code, said),) = play_ranks(stopped, 1, str(folder), *flags)
+    ((code, said),) = play_ranks(ran, 1, 2, str(folder), *flags)
     assert code == 1
     line = said.splitlines()[-1]
     says(line, "error: stop_on_dead_domain: step 2: coin: all groups", "ended with max_tokens")
@@ -348,9 +354,7 @@ def told(*steps, ranks=ALONE):
     """The lines after each step, with a resume before each."""
     decisions, lines = Decisions(), []
     for step, episodes in enumerate(steps, 1):
-        again = Decisions()
-        again.load_state_dict(json.loads(json.dumps(decisions.state_dict())))
-        decisions = again
+        decisions = resumed(decisions)
         mine = named(episodes)[4 * ranks.rank : 4 * ranks.rank + 4 if ranks.num_ranks > 1 else None]
         decisions.add(STAGE, step, mine, {"desk": Returns}, 1.0, ranks)
         lines.append([*decisions.messages({**METRICS, "train/entropy": 1 / step}, CONFIG)])
@@ -386,9 +390,7 @@ def entropies(*values, solved=False, trained=8.0):
     """The lines after steps with these entropies, with a resume before each."""
     lines, decisions = list[str](), Decisions()
     for step, entropy in enumerate(values, 1):
-        again = Decisions()
-        again.load_state_dict(json.loads(json.dumps(decisions.state_dict())))
-        decisions = again
+        decisions = resumed(decisions)
         decisions.add(STAGE, step, named(of_step("", solved=solved)), {"desk": Returns}, 1.0, ALONE)
         metrics = {"train/entropy": entropy, "train/trained_episodes": trained}
         lines += [f"{step} {line}" for line in decisions.messages(metrics, CONFIG)]
@@ -428,16 +430,10 @@ def test_left_out_episodes_and_other_domains_do_not_count():
     assert told(*[SPREAD] * 3, *[SPREAD + left + others] * 9) == told(*[SPREAD] * 12)
 
 
-def tallies(*_):
-    ranks = Ranks(*_ranks(), 30)
+def tallies():
+    accelerator = Accelerator()
+    ranks = Ranks(accelerator.process_index, accelerator.num_processes, 30)
     return told(*[SPREAD] * 3, *[ALIKE] * 4, ranks=ranks)
-
-
-def _ranks():
-    import torch.distributed as dist
-
-    dist.init_process_group("gloo")
-    return dist.get_rank(), dist.get_world_size()
 
 
 def test_two_ranks_find_what_one_finds():
@@ -480,13 +476,6 @@ def generate_tasks(seed: int, n: int, split: str, difficulty: str) -> list[Task]
     return [make_task(f"{split}-{i}", "heads or tails", domain="oracle") for i in range(n)]
 
 
-def played(folder: str, *flags: str) -> str:
-    said = io.StringIO()
-    with contextlib.redirect_stderr(said), contextlib.redirect_stdout(said):
-        assert main([*flags, "--output-dir", folder]) == 0
-    return said.getvalue()
-
-
 def test_a_run_that_falls_to_one_answer_says_so(tmp_path: Path):
     prompt = list(make_task(request="heads or tails").prompt)
     lines = [{"messages": [*prompt, say(word)]} for word in ("heads", "tails")]
@@ -498,7 +487,8 @@ def test_a_run_that_falls_to_one_answer_says_so(tmp_path: Path):
     flags += ["--tasks-per-domain", "80", "--eval-tasks-per-domain", "1", "--eval-trials", "1"]
     flags += ["--validation-steps", "0", "--report-to", "none", "--max-turns", "1"]
     flags += ["--max-steps", "14", "--learning-rate", "1e-3"]
-    (said,) = play_ranks(played, 1, str(tmp_path / "out"), *flags)
+    ((code, said),) = play_ranks(ran, 1, DEAD_STEPS, str(tmp_path / "out"), *flags)
+    assert code == 0
     (line,) = [line for line in said.splitlines() if "acts alike" in line]
     says(
         line,

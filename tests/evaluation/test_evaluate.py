@@ -155,10 +155,10 @@ def test_no_trial_is_played_again_because_a_reward_function_failed(monkeypatch):
         refuse_failed_trials(records, "at the end")
     says(
         str(caught.value),
-        "1 of 2 trials at the end ended in environment errors (the first: sums/b)",
+        "1 of 2 trials at the end ended in environment errors in each attempt (the first: sums/b)",
     )
     says(str(caught.value), "reward function grader: Outage: the judge is away")
-    says(str(caught.value), "mend the reward function, or what it asks, and resume")
+    says(str(caught.value), "mend what failed and resume")
 
 
 def test_trials_that_fail_every_time_are_not_scored():

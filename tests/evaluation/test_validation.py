@@ -11,7 +11,7 @@ from accelerate import Accelerator
 
 from pipeline.config.settings import Config
 from pipeline.distributed.ranks import Ranks
-from pipeline.evaluation.kl_probe import KLProbe
+from pipeline.evaluation.evaluate import KLProbe
 from pipeline.grpo.token_logprobs import TokenLogprobs
 from scripts.proofs.grid import make_trajectory, small_model
 from tests.end_to_end.test_train import jsonl, metrics, results

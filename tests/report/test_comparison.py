@@ -1,6 +1,5 @@
 """Comparisons of runs: seeds share a configuration, and mixed training is the reference."""
 
-import json
 import shutil
 
 import pytest
@@ -13,7 +12,7 @@ from pipeline.plots.drawing import draw, shown
 from pipeline.plots.pictures import pareto
 from pipeline.report import comparison
 from pipeline.report.write import main, render
-from tests.support.report_runs import THREE, make_run, matplotlib_home  # noqa: F401
+from tests.support.report_runs import THREE, edited, make_run, matplotlib_home  # noqa: F401
 
 
 @pytest.fixture(scope="module")
@@ -28,9 +27,8 @@ def sweep(tmp_path_factory):
         mixed = make_run(
             folder / f"mixed-seed-{seed}", ("mixed",), settings={"run": {"seed": seed}}
         )
-        results = json.loads((mixed / "results.json").read_text())
-        results["training"]["mixed"]["episodes"] = 360  # as many as in three stages
-        (mixed / "results.json").write_text(json.dumps(results))
+        with edited(mixed / "results.json") as results:
+            results["training"]["mixed"]["episodes"] = 360  # as many as in three stages
     return folder
 
 
@@ -123,30 +121,19 @@ def test_runs_given_one_by_one_need_a_place_for_their_comparison(sweep, tmp_path
     assert "Difference to mixed" not in text
 
 
-def test_mixed_training_with_other_episodes_is_no_reference(sweep, tmp_path):
+@pytest.mark.parametrize("other", ["episodes", "tasks"])
+def test_mixed_training_with_other_episodes_or_tasks_is_no_reference(sweep, tmp_path, other):
     for name in ("mixed", "replay=0.05", "replay=0.5"):
         shutil.copytree(sweep / f"{name}-seed-1", tmp_path / "all" / name)
-    path = tmp_path / "all" / "mixed" / "results.json"
-    results = json.loads(path.read_text())
-    results["training"]["mixed"]["episodes"] = 400
-    path.write_text(json.dumps(results))
+    with edited(tmp_path / "all" / "mixed" / "results.json") as results:
+        if other == "episodes":
+            results["training"]["mixed"]["episodes"] = 400
+        for entry in results["evaluations"] if other == "tasks" else ():
+            of = entry["success"]["airline"]
+            of["tasks"] = {f"other-{task}": rewards for task, rewards in of["tasks"].items()}
     found = configurations_of(tmp_path / "all")
     assert [c.against_mixed for c in found] == [None, None, None]
     assert "\n\n**Without a reference**: replay 0.05; replay 0.5. No" in markdown_of(found)
-
-
-def test_mixed_training_that_was_evaluated_on_other_tasks_is_no_reference(tmp_path):
-    make_run(tmp_path / "sequence", THREE)
-    mixed = make_run(tmp_path / "mixed", ("mixed",))
-    results = json.loads((mixed / "results.json").read_text())
-    results["training"]["mixed"]["episodes"] = 360
-    for entry in results["evaluations"]:
-        success = entry["success"]["airline"]
-        success["tasks"] = {f"other-{task}": of for task, of in success["tasks"].items()}
-    (mixed / "results.json").write_text(json.dumps(results))
-    found = configurations_of(tmp_path)
-    assert [c.against_mixed for c in found] == [None, None]
-    assert "\n\n**Without a reference**: sequential. No mixed" in markdown_of(found)
 
 
 @pytest.mark.parametrize("is_there", [True, False], ids=["there", "left on another machine"])
@@ -165,9 +152,8 @@ def test_seeds_that_share_a_warm_start_each_are_still_one_configuration(tmp_path
 def test_a_run_that_is_not_finished_is_left_out_and_named(tmp_path, capsys):
     make_run(tmp_path / "all" / "a", THREE)
     interrupted = make_run(tmp_path / "all" / "b", THREE)
-    results = json.loads((interrupted / "results.json").read_text())
-    results["evaluations"].pop()
-    (interrupted / "results.json").write_text(json.dumps(results))
+    with edited(interrupted / "results.json") as results:
+        results["evaluations"].pop()
     assert main([str(tmp_path / "all")]) == 0
     assert f"warning: {interrupted} is not finished" in capsys.readouterr().err
     text = (tmp_path / "all" / "comparison.md").read_text()

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import gzip
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,14 @@ def matplotlib_home(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MPLCONFIGDIR", str(tmp_path_factory.mktemp("matplotlib")))
         yield
+
+
+@contextmanager
+def edited(path: Path) -> Iterator[Any]:
+    """The content of a JSON file; it is written again with what the block has changed."""
+    content = json.loads(path.read_text())
+    yield content
+    path.write_text(json.dumps(content))
 
 
 def success(mean: float, greedy: float) -> dict[str, Any]:
