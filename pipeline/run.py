@@ -22,7 +22,7 @@ from typing import Any, NoReturn
 
 from pipeline.config import variables
 from pipeline.errors import LOST_CONNECTION, STARTED_BY_US, CtrlC, RunError, UserError
-from pipeline.files.imports import importing
+from pipeline.files.console import importing
 from pipeline.files.untrusted import printable
 
 # Seconds that a rank waits before it prints an error that another rank may have printed. If the

@@ -50,9 +50,8 @@ from pipeline.rollout.rewards import load_reward_functions
 from pipeline.rollout.sampler import make_sampler
 from pipeline.rollout.trajectory import RunRecord, Trajectory
 from pipeline.tracking.log import RunLog
-from pipeline.tracking.profiling import machine
 from pipeline.tracking.progress import episodes_of, say_start
-from pipeline.tracking.step_metrics import logged_by_reward_functions
+from pipeline.tracking.step_metrics import logged_by_reward_functions, machine
 
 Hook = Callable[["RunState", str, Sequence[Trajectory]], None]
 

@@ -49,9 +49,8 @@ from pipeline.models.fitting import fitted
 from pipeline.models.loading import on_gpu, uses_bf16
 from pipeline.report.write import final_table, write_report
 from pipeline.run_state import RunState
-from pipeline.tracking.profiling import Meter, profiled
 from pipeline.tracking.progress import StageProgress
-from pipeline.tracking.step_metrics import over_iterations, rollout_metrics
+from pipeline.tracking.step_metrics import Meter, over_iterations, profiled, rollout_metrics
 
 # Mean differences of log-probabilities between sampler and training, in nats, above which a run
 # warns: 3 times those of healthy runs of SmolLM2-135M in bf16, whose maxima over a step of 3,500

@@ -13,8 +13,8 @@ from pipeline.errors import UserError
 from pipeline.files.console import say
 from pipeline.files.layout import METRICS, RUN_SETTINGS
 from pipeline.files.untrusted import reason_of
+from pipeline.tracking.log import WandbFeed
 from pipeline.tracking.run_files import read_metrics
-from pipeline.tracking.wandb import WandbFeed
 
 
 def exit_code_of(command: Callable[[], None]) -> int:

@@ -15,8 +15,9 @@ from pipeline.files.console import command
 from pipeline.files.durable import write_text
 from pipeline.files.layout import RUN_SETTINGS
 from pipeline.files.untrusted import reason_of, shown
-from pipeline.tau2.environment import MAX_ERRORS, Tau2Environment, World
-from pipeline.tau2.simulations import results_of
+from pipeline.tau2.environment import Tau2Environment
+from pipeline.tau2.simulations import MAX_ERRORS, results_of
+from pipeline.tau2.world import World
 
 USERS = {"ticket": "ticket", "scripted": "scripted_customer", "llm": "user_simulator"}
 PLAYED = "evaluation-"  # begins the names of folders with the model's own episodes

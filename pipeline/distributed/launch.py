@@ -16,8 +16,7 @@ from tempfile import TemporaryDirectory
 from typing import Any, Literal, NamedTuple
 
 from pipeline.errors import INTERRUPTED, SHUTDOWN_TIMEOUT, STARTED_BY_US, UserError
-from pipeline.files.console import command
-from pipeline.files.imports import importing
+from pipeline.files.console import command, importing
 from pipeline.files.layout import shipped
 
 RUN = Path(__file__).resolve().parents[1] / "run.py"

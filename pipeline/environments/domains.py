@@ -42,7 +42,7 @@ from pipeline.environments.own_loops import OWN_LOOP, environment_of
 from pipeline.environments.random_state import RandomState
 from pipeline.environments.tools import writable
 from pipeline.errors import UserError
-from pipeline.files.imports import user_module
+from pipeline.files.console import user_module
 from pipeline.files.untrusted import is_plain, one_line, shown
 
 GenerateTasks = Callable[[int, int, str, str], list[Task]]  # arguments: seed, n, split, difficulty

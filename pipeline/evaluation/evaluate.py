@@ -283,10 +283,12 @@ class KLProbe:
     def load(self, stages: Sequence[Stage]) -> None:
         for stage in stages if self.is_wanted else ():
             path = self._folder / f"{stage.name}.json"
-            if path.is_file():
+            try:
                 self._add(json.loads(path.read_text(encoding="utf-8")))
-            elif self._ranks.is_main:
-                print(f"warning: {path} is gone, so there is no KL of {stage.name}")
+            except (OSError, ValueError, TypeError, LookupError, RecursionError):
+                if self._ranks.is_main:
+                    state = "damaged" if path.is_file() else "gone"
+                    print(f"warning: {path} is {state}, so there is no KL of {stage.name}")
 
     def _add(self, episodes: Sequence[dict[str, Any]]) -> None:
         self.episodes |= grouped((Trajectory(**episode) for episode in episodes), "domain")

@@ -6,7 +6,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
-from typing import Any, Protocol
+from typing import Any
 
 from pipeline.chat.template import Chat
 from pipeline.chat.text import Parsed
@@ -30,15 +30,8 @@ from pipeline.rollout.trajectory import (
     Trajectory,
 )
 
+Progress = Callable[[int], None]  # gets the number of episodes that have just ended
 TURN_SHARE = 0.25  # share of messages that must be complete before environments answer
-
-
-class Progress(Protocol):
-    """Is told of the episodes of a rollout."""
-
-    def begin(self, count: int) -> None: ...
-
-    def end(self, count: int) -> None: ...
 
 
 class Rollout:
@@ -142,10 +135,7 @@ class Rollout:
         tasks = set[asyncio.Task[None]]()
         try:
             while waiting or tasks:
-                started = self._start(waiting, self.policy.max_episodes - len(tasks))
-                tasks |= set(started)
-                if progress is not None and started:
-                    progress.begin(len(started))
+                tasks |= set(self._start(waiting, self.policy.max_episodes - len(tasks)))
                 await asyncio.sleep(0)  # every new episode comes to its first message or call
                 must_wait = self.deterministic and self.calls.is_busy
                 if self.policy.num_waiting and not must_wait:
@@ -158,8 +148,8 @@ class Rollout:
                 for task in ended:
                     task.result()  # raises what ends the whole rollout
                 tasks -= ended
-                if progress is not None:
-                    progress.end(len(ended))
+                if progress is not None and ended:
+                    progress(len(ended))
         finally:
             for task in tasks:
                 task.cancel()

@@ -7,117 +7,26 @@ here is scored on its own live database, which is the same by construction.
 The oddities of the official rules are the same here; `docs/tau2.md` lists them.
 """
 
-import copy
+import ast
 import json
-import pickle
 import re
+from collections.abc import Awaitable, Callable, Sequence
+from functools import cache
 from itertools import takewhile
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 from pipeline.customers import Scenario, ScriptedCustomer, spoken
-from pipeline.tau2.checkout import Checkout
-from pipeline.tau2.overlay import Base, State, changes_of, tables_of
+from pipeline.environments.faults import Outage
+from pipeline.errors import UserError
+from pipeline.files.untrusted import one_line
+from pipeline.tau2.simulations import MAX_ERRORS, Messages, conversation
+from pipeline.tau2.world import STOPPED, World, changes_of
 
-MAX_ERRORS = 10  # as the official orchestrator's default
-STOPPED = "###STOP###"
-DONE = {
-    "type": "function",
-    "function": {
-        "name": "done",
-        "description": "End the work on the ticket: the problem is solved or transferred.",
-        "parameters": {"properties": {}, "title": "parameters", "type": "object"},
-    },
-}
-
-
-class World:
-    """What the episodes of one domain share: databases, tools, gold states. Nothing changes it."""
-
-    def __init__(self, checkout: Checkout) -> None:
-        self.checkout = checkout
-        self.package = checkout.package
-        self._official = checkout.make_environment()
-        self.policy: str = self._official.policy
-        self.has_phone = self._official.user_tools is not None
-        self.is_solo = self.has_phone and not checkout.is_talking
-        kits = [kit for kit in (self._official.tools, self._official.user_tools) if kit is not None]
-        tools = [list(kit.get_tools().values()) for kit in kits]
-        own, *phone = [[tool.openai_schema for tool in of_kit] for of_kit in tools]
-        self.customer_schemas = [schema for of_kit in phone for schema in of_kit]
-        self.schemas = [*own, *self.customer_schemas, DONE] if self.is_solo else own
-        names = [tool.name for of_kit in tools for tool in of_kit]
-        writes = ((kit, n) for kit in kits for n in names if kit.has_tool(n))
-        self.writing = {name for kit, name in writes if kit.tool_mutates_state(name)}
-        databases = [kit.db for kit in kits]
-        self._base = None if self.has_phone else Base(databases[0])
-        self._pickled = pickle.dumps(databases, protocol=5)
-        vpn = "default_vpn_details"  # one object of the class, which `break_vpn` changes
-        self._vpn = copy.deepcopy(getattr(type(self._official.user_tools), vpn, None))
-        self._parsed: dict[str, Any] = {}
-        self._gold: dict[str, State] = {}
-        self._failing: dict[str, list[str]] = {}  # gold calls that fail, by task
-
-    def task(self, task_id: str) -> Any:
-        if task_id not in self._parsed:
-            self._parsed[task_id] = self.package.Task.model_validate(self.checkout.tasks[task_id])
-        return self._parsed[task_id]
-
-    def start(self, task: Any) -> Any:
-        """Return an official environment in the initial state of a task, with its own database."""
-        official = self._official
-        if self._base is not None:
-            tools = type(official.tools)(self._base.overlay())
-            environment = type(official)(official.domain_name, self.policy, tools)
-        else:
-            database, user_database = pickle.loads(self._pickled)
-            user_tools = type(official.user_tools)(user_database)
-            if self._vpn is not None:
-                user_tools.default_vpn_details = copy.deepcopy(self._vpn)
-            tools = type(official.tools)(database)
-            environment = type(official)(official.domain_name, self.policy, tools, user_tools)
-            environment.solo_mode = self.is_solo
-        state = task.initial_state
-        for action in (state.initialization_actions or ()) if state is not None else ():
-            environment.run_env_function_call(action)
-        return environment
-
-    def gold_state(self, task: Any) -> State:
-        """Return the state of the database after the gold actions of a task."""
-        if task.id not in self._gold:
-            environment = self.start(task)
-            failing = list[str]()
-            for action in task.evaluation_criteria.actions or ():
-                by = "assistant" if self.is_solo else action.requestor
-                if self.call(environment, action.name, action.arguments, by)[1]:
-                    failing.append(action.name)
-            self._gold[task.id], self._failing[task.id] = changes_of(environment.tools.db), failing
-        return self._gold[task.id]
-
-    def failing_gold_calls(self, task: Any) -> list[str]:
-        """Return the names of a task's gold calls that fail, and so have no effect."""
-        self.gold_state(task)
-        return self._failing[task.id]
-
-    def call(
-        self, environment: Any, name: str, arguments: dict[str, Any], by: str = "assistant"
-    ) -> tuple[str, bool]:
-        """Call a tool; return the text of the result, and whether the call failed.
-
-        `by` is "assistant" for the model, or "user" for the customer, who has other tools.
-        """
-        if name == "calculate" and _is_endless(str(arguments)):
-            return "Error: Invalid characters in expression", True
-        for table in tables_of(environment.tools.db):
-            table.is_read_only = name not in self.writing
-        call = self.package.ToolCall(name=name, arguments=arguments, requestor=by)
-        answer = environment.get_response(call)
-        return answer.content, answer.error
-
-
-def _is_endless(expression: str) -> bool:
-    """Return whether an expression may be a power with more digits than a process can compute."""
-    powers = expression.count("**")
-    return powers > 1 or (powers == 1 and re.search(r"\d{5}", expression) is not None)
+JUDGE_FILE = "src/tau2/evaluator/evaluator_nl_assertions.py"
+JUDGE_PARTS = ("trajectory_str", "system_prompt", "user_prompt")
+ATTEMPTS = 3  # questions to the judge about one episode until an answer can be read
 
 
 def parts_of(task: Any, has_judge: bool = False) -> list[str]:
@@ -270,3 +179,98 @@ class TalkingEnvironment(Tau2Environment):
     def call_of_customer(self, name: str, arguments: dict[str, Any]) -> tuple[str, bool]:
         self._calls.append((name, arguments))
         return self.world.call(self._environment, name, arguments, "user")
+
+
+class JudgedEnvironment(Tau2Environment):
+    """An episode with the official reward; a run sets `judge` to `LanguageModel.ask`.
+
+    The judge is a language model that decides whether assertions about an episode hold. The prompt
+    and its form are the benchmark's own, read from the checkout. An answer that cannot be read is
+    asked for again; the official evaluator fails there. The judge is asked last, and only if all
+    other parts are 1, as the reward is their product. Without a judge, as in the trial of the tasks
+    before a run, its part is left out.
+    """
+
+    has_judge = True
+    judge: ClassVar[Callable[..., Awaitable[dict[str, Any]]] | None] = None
+    reward_parts: ClassVar[dict[str, str]] = {
+        **Tau2Environment.reward_parts,
+        "NL_ASSERTION": "the judge finds that every assertion about the episode holds",
+    }
+
+    async def get_reward(self) -> float:  # type: ignore[override]
+        """Return the reward. Raises Outage if the judge cannot be reached or understood."""
+        reward = super().get_reward()
+        assertions = assertions_of(self.world.checkout.tasks[self._task.id])
+        if not (reward and assertions and self.judge is not None):
+            return reward
+        customer = getattr(getattr(self, "user", None), "model_messages", ())
+        messages = conversation(self.messages, customer, self.world.is_solo)
+        if messages[-1]["role"] != "user":
+            messages.append({"role": "user", "content": STOPPED})
+        prompt = judge_prompt(self.world.checkout.path, messages, assertions)
+        verdicts = await self._verdicts(prompt, len(assertions))
+        for text, (holds, why) in zip(assertions, verdicts, strict=True):
+            if not holds:
+                self.difference[text] = [f"not met: {why}", "met"]
+        self.reward_breakdown["NL_ASSERTION"] = part = float(all(holds for holds, _ in verdicts))
+        return reward * part
+
+    async def _verdicts(self, prompt: Messages, count: int) -> list[tuple[bool, str]]:
+        assert self.judge is not None
+        for seed in range(ATTEMPTS):
+            answer = (await self.judge(prompt, seed=seed))["content"]
+            if len(found := verdicts_of(answer)) == count:
+                return found
+        shown = one_line(answer)
+        raise Outage(f"judge: no verdict on {count} assertions in {ATTEMPTS} answers: {shown}")
+
+
+def assertions_of(task: dict[str, Any]) -> list[str]:
+    """Return the assertions that a task's reward needs, as the data file has them."""
+    criteria = task["evaluation_criteria"] or {}
+    needs = "NL_ASSERTION" in criteria.get("reward_basis", ())
+    return list(criteria.get("nl_assertions") or ()) if needs else []
+
+
+def verdicts_of(answer: str) -> list[tuple[bool, str]]:
+    """Return (holds, reasoning) for each result in a judge's answer; [] if it cannot be read.
+
+    The answer is JSON, also within a fence of Markdown.
+    """
+    fenced = re.search(r"```(?:json)?\s*(\{.*\})\s*```", answer, flags=re.DOTALL)
+    try:
+        results = json.loads(fenced[1] if fenced else answer)["results"]
+        found = [(result["metExpectation"], str(result["reasoning"])) for result in results]
+    except (ValueError, LookupError, TypeError):
+        return []
+    return found if all(isinstance(holds, bool) for holds, _ in found) else []
+
+
+def judge_prompt(path: Path, messages: Messages, assertions: Sequence[str]) -> Messages:
+    """Return the official question about an episode. Raises UserError if the file is another."""
+    trajectory = [SimpleNamespace(role=m["role"], content=m["content"]) for m in messages]
+    names: dict[str, Any] = {"trajectory": trajectory, "nl_assertions": list(assertions)}
+    exec(_assignments(path), names)
+    system = names["system_prompt"]
+    user = names["user_prompt"]
+    return [{"role": "system", "content": system}, {"role": "user", "content": user}]
+
+
+@cache
+def _assignments(path: Path) -> Any:
+    """Return the code that makes the prompts, without importing the official evaluator."""
+    file = path / JUDGE_FILE
+    try:
+        tree = ast.parse(file.read_text(encoding="utf-8"))
+    except (OSError, SyntaxError, ValueError) as error:
+        raise UserError(f"tau2: {file} cannot be read ({one_line(str(error))})") from None
+    for function in ast.walk(tree):
+        if isinstance(function, ast.FunctionDef):
+            assigned = [node for node in function.body if isinstance(node, ast.Assign)]
+            made = {ast.unparse(node.targets[0]): node for node in assigned}
+            if made.keys() >= {*JUDGE_PARTS}:
+                body: list[ast.stmt] = [made[name] for name in JUDGE_PARTS]
+                return compile(ast.Module(body=body, type_ignores=[]), str(file), "exec")
+    names = ", ".join(JUDGE_PARTS)
+    raise UserError(f"tau2: {file} has no function with {names}; check out another commit")

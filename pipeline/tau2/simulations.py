@@ -12,10 +12,11 @@ from itertools import count, takewhile
 from typing import Any
 
 from pipeline.customers import spoken
-from pipeline.tau2.environment import MAX_ERRORS, STOPPED, World
+from pipeline.tau2.world import STOPPED, World
 
 Line = Mapping[str, Any]  # one line of a transcript
 Messages = list[dict[str, Any]]
+MAX_ERRORS = 10  # as the official orchestrator's default
 MALFORMED = "malformed_call"  # the name of a call that could not be read; no tool has this name
 ENDS = {
     "max_turns": "max_steps",

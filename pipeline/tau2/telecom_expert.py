@@ -41,6 +41,16 @@ class _Work:
     def looks(self) -> bool:
         return self._agent.rule_share >= 1 or self._agent.random.random() >= SKIPPED
 
+    def check(self, tool: str, sign: str, *repairs: str, **arguments: Any) -> None:
+        """Look with a tool; where its answer has the `sign` of a fault, call the tools `repairs`.
+
+        `arguments` are those of the first repair.
+        """
+        if self.looks() and self.repairs(sign in str(self.call(tool))):
+            self.call(repairs[0], **arguments)
+            for repair in repairs[1:]:
+                self.call(repair)
+
 
 def expert(agent: Agent, goal: Any) -> str:
     """Work on the ticket `goal["ticket"]` of the kind `goal["kind"]`, up to the call of `done`."""
@@ -78,38 +88,36 @@ def _solves(work: _Work) -> bool:
         limit = float(use["data_limit_gb"]) + float(use["data_refueling_gb"])
         if work.repairs(float(use["data_used_gb"]) >= limit):
             call("refuel_data", customer_id=work.customer, line_id=work.line, gb_amount=2.0)
-    if work.looks() and work.repairs("2g_only" in str(call("check_network_mode_preference"))):
-        call("set_network_mode_preference", mode="4g_5g_preferred")
+    work.check(
+        "check_network_mode_preference",
+        "2g_only",
+        "set_network_mode_preference",
+        mode="4g_5g_preferred",
+    )
     return _has_fast_data(work) if work.kind == "mobile_data" else _sends_mms(work)
 
 
 def _has_fast_data(work: _Work) -> bool:
-    call = work.call
-    if work.looks() and work.repairs("is ON" in str(call("check_data_restriction_status"))):
-        call("toggle_data_saver_mode")
-    if work.looks() and work.repairs("is ON" in str(call("check_vpn_status"))):
-        call("disconnect_vpn")
-    return "Excellent" in str(call("run_speed_test"))
+    work.check("check_data_restriction_status", "is ON", "toggle_data_saver_mode")
+    work.check("check_vpn_status", "is ON", "disconnect_vpn")
+    return "Excellent" in str(work.call("run_speed_test"))
 
 
 def _sends_mms(work: _Work) -> bool:
     call = work.call
-    if work.looks() and work.repairs("turned ON" in str(call("check_wifi_calling_status"))):
-        call("toggle_wifi_calling")
+    work.check("check_wifi_calling_status", "turned ON", "toggle_wifi_calling")
     if work.looks():
         granted = str(call("check_app_permissions", app_name="messaging"))
         for permission in ("sms", "storage"):
             if work.repairs(permission not in granted):
                 call("grant_app_permission", app_name="messaging", permission=permission)
-    if work.looks():
-        _mend_apn(work, "Not Set")
+    work.check("check_apn_settings", "Not Set", "reset_apn_settings", "reboot_device")
     return "can send" in str(call("can_send_mms"))
 
 
 def _has_service(work: _Work) -> bool:
     call = work.call
-    if work.looks():
-        _mend_apn(work, "broken")
+    work.check("check_apn_settings", "broken", "reset_apn_settings", "reboot_device")
     if work.looks():
         line = call("get_details_by_id", id=work.line)
         is_suspended = line["status"] == "Suspended"
@@ -121,12 +129,6 @@ def _has_service(work: _Work) -> bool:
             call("reboot_device")
     bar = str(call("check_status_bar"))
     return "No Signal" not in bar and "Airplane" not in bar
-
-
-def _mend_apn(work: _Work, fault: str) -> None:
-    if work.repairs(fault in str(work.call("check_apn_settings"))):
-        work.call("reset_apn_settings")
-        work.call("reboot_device")
 
 
 def _pay_bill(work: _Work) -> None:

@@ -3,10 +3,11 @@
 import sys
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
-from statistics import fmean, median
-from typing import Any, Self
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+from statistics import median
+from typing import Any
 
 from tqdm import tqdm
 
@@ -22,8 +23,8 @@ RECENT_STEPS = 20  # number of steps whose median duration gives the time left
 class StageProgress(AbstractContextManager["StageProgress"]):
     """Shows a stage's progress on rank 0's standard error: a bar on a terminal, else lines.
 
-    `num_later` is the number of steps of all later stages. `unit` is `step`, or `episode` in
-    EpisodeProgress, which has only a line per minute without a terminal.
+    `num_later` is the number of steps of all later stages. `unit` is `step`, or `episode`, which
+    has only a line per minute without a terminal.
     """
 
     def __init__(
@@ -82,8 +83,9 @@ class StageProgress(AbstractContextManager["StageProgress"]):
         """Return the time left at the median pace of recent steps, without later evaluations.
 
         The first step alone gives no pace, because a stage's preparations count to the first step.
+        Episodes that run at once may end all together, so they give none.
         """
-        if len(self._seconds) < min(2, self._num_steps):
+        if self._unit == "episode" or len(self._seconds) < min(2, self._num_steps):
             return ""
         left = max(0, self._num_steps - self._done)
         pace = median(self._seconds)
@@ -96,53 +98,21 @@ class StageProgress(AbstractContextManager["StageProgress"]):
         self._bar.close()
 
 
-class EpisodeProgress(StageProgress):
-    """Shows how many of `num_episodes` episodes have ended, of which many run at once."""
-
-    def __init__(self, name: str, num_episodes: int, *, is_main: bool) -> None:
-        super().__init__(name, num_episodes, is_main=is_main, unit="episode")
-        self._running = deque[float]()  # when each running episode began, in order
-        self._most = 0  # largest number of episodes that ran at once
-        self._ended: list[float] = []  # durations of episodes
-
-    def __enter__(self) -> Self:
-        return self
-
-    def begin(self, count: int) -> None:
-        """Count episodes that begin."""
-        self._running.extend([time.monotonic()] * count)
-        self._most = max(self._most, len(self._running))
-
-    def end(self, count: int) -> None:
-        """Count episodes that have ended; which ones does not matter for the mean duration."""
-        now = time.monotonic()
-        ended = [self._running.popleft() for _ in range(min(count, len(self._running)))]
-        self._ended += [now - begun for begun in ended]
-        if count:
-            self.step({}, count)
-
-    def _time_left(self) -> str:
-        """Return the time that the waiting episodes need, or "" while it is not known.
-
-        Episodes that run at once may end all together, so those that have ended say nothing of the
-        running ones. What half of those at once needed says how long a round of the others takes.
-        """
-        waiting = self._num_steps - self._done - len(self._running)
-        if waiting <= 0 or 2 * len(self._ended) < self._most or not self._ended:
-            return ""
-        return f"about {_duration(fmean(self._ended) * max(1, waiting / self._most))} left"
-
-
 def _duration(seconds: float) -> str:
     if seconds < 90:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
 
 
-def episodes_of(name: str, num_episodes: int, ranks: Ranks) -> EpisodeProgress:
-    """Show how many episodes of an evaluation rank 0 has finished; `num_episodes` are its own."""
+@contextmanager
+def episodes_of(name: str, num_episodes: int, ranks: Ranks) -> Iterator[Callable[[int], None]]:
+    """Show how many of its `num_episodes` episodes rank 0 has finished.
+
+    Yields a function that counts finished episodes.
+    """
     name += "" if ranks.num_ranks == 1 else f", rank 0 of {ranks.num_ranks}"
-    return EpisodeProgress(name, num_episodes, is_main=ranks.is_main)
+    with StageProgress(name, num_episodes, is_main=ranks.is_main, unit="episode") as progress:
+        yield partial(progress.step, {})
 
 
 def say_start(opened: Opened, step: int, config: Config, stages: Sequence[Stage]) -> None:

@@ -1,11 +1,22 @@
-"""Metrics of a training step: means over the episodes of all ranks, determined by the seed."""
+"""The numbers of a training step: metrics that the seed determines, and timings.
 
+Metrics are means over the episodes of all ranks. A profiler trace shows where the time goes.
+"""
+
+import os
+import platform
+import resource
+import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import chain
+from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 import torch
+from torch.profiler import ProfilerActivity, profile
 
 from pipeline.checkpoints.checkpoint import TrainState
 from pipeline.config.settings import Config
@@ -14,7 +25,10 @@ from pipeline.evaluation.transfer import succeeded
 from pipeline.grpo.algorithm import zero_std_groups
 from pipeline.grpo.collect import RolloutBatch
 from pipeline.grpo.collect import left_out as is_left_out
+from pipeline.grpo.updater import Updater
+from pipeline.models.loading import on_gpu
 from pipeline.rollout.rewards import RewardFunctions
+from pipeline.rollout.rollout import Rollout
 from pipeline.rollout.trajectory import LEFT_OUT, StopReason, Trajectory
 
 # Metrics of zero-std groups (groups with equal rewards), and the outcomes that a metric counts.
@@ -160,3 +174,95 @@ def over_iterations(updates: Sequence[dict[str, float]]) -> dict[str, float]:
     means = {name: sum(update[name] for update in done) / len(done) for name in done[0]}
     means["train/skipped"] = sum(update["train/skipped"] for update in updates) / len(updates)
     return means | {name: updates[0][name] for name in means if "sampling_logp_difference" in name}
+
+
+class Meter:
+    def __init__(self, ranks: Ranks, rollout: Rollout, updater: Updater) -> None:
+        self._ranks = ranks
+        self._rollout = rollout
+        self._updater = updater
+        self._on_gpu = updater.accelerator.device.type == "cuda"
+        self._spent: dict[str, float] = {}
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        if self._on_gpu:
+            torch.cuda.reset_peak_memory_stats()
+        before = self._counters()
+        yield
+        self._spent = {name: value - before[name] for name, value in self._counters().items()}
+
+    def timings(self, trajectories: Sequence[Trajectory]) -> dict[str, float]:
+        """Return the `perf/` numbers of the last step; `trajectories` are this rank's episodes.
+
+        Seconds are means over the ranks. `sample_s` contains `environment_s`; `update_s` contains
+        the all-reduce of gradients. `sample_s` and `update_s` do not contain the waits for other
+        ranks. Tokens per second count the tokens of all ranks. Memory is the largest peak of any
+        rank: of GPU memory in the step or, without a GPU, of the process. `exchanged_bytes` counts
+        the bytes that all ranks sent.
+        """
+        sampled = sum(t.num_sampled_in_all for t in trajectories)
+        spent = {**self._spent, "sampled": sampled, "episodes": len(trajectories)}
+        memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        memory = torch.cuda.max_memory_allocated() if self._on_gpu else memory
+        of_ranks = self._ranks.all_gather_numbers([*spent.values(), memory / 1e6])
+        *columns, memories = zip(*of_ranks, strict=True)
+        total = {name: sum(column) for name, column in zip(spent, columns, strict=True)}
+        metrics = rates(total, self._ranks.num_ranks)
+        return {**metrics, "perf/peak_memory_mb": max(memories)}
+
+    def _counters(self) -> dict[str, float]:
+        sampling: Any = self._rollout.policy
+        phases: dict[str, Any] = {"sample": sampling.sampler, "update": self._updater}
+        return {
+            **{f"{name}_s": self._ranks.seconds[name] for name in ("sample", "update", "wait")},
+            "environment_s": self._rollout.environment_s,
+            **{f"{name}_tokens": of.num_tokens for name, of in phases.items()},
+            **{f"{name}_padded": of.num_padded_tokens for name, of in phases.items()},
+            "bytes": sum(self._ranks.bytes.values()),
+            "step_s": time.perf_counter(),
+        }
+
+
+def rates(total: Mapping[str, float], num_ranks: int) -> dict[str, float]:
+    """Return the `perf/` numbers from sums over the ranks."""
+    metrics = {name: total[name] / num_ranks for name in total if name.endswith("_s")}
+    metrics["episodes_per_s"] = total["episodes"] / metrics["step_s"]
+    metrics["tokens_per_s"] = total["sampled"] / metrics["step_s"]
+    metrics["exchanged_bytes"] = total["bytes"]
+    for phase, tokens in (("sample", total["sampled"]), ("update", total["update_tokens"])):
+        seconds = total[f"{phase}_s"] or 1
+        padded = total[f"{phase}_padded"]
+        metrics[f"{phase}_tokens_per_s"] = tokens / (seconds / num_ranks)
+        metrics[f"{phase}_padding_share"] = (padded - total[f"{phase}_tokens"]) / (padded or 1)
+    return {f"perf/{name}": value for name, value in metrics.items()}
+
+
+@contextmanager
+def profiled(
+    step: int, steps: Collection[int], folder: Path, ranks: Ranks, device: torch.device
+) -> Iterator[None]:
+    """Profile this context if `step` is in `steps`; each rank writes a trace file into `folder`."""
+    if step not in steps:
+        yield
+        return
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # the profiler prints only errors
+    gpu = [ProfilerActivity.CUDA] if device.type == "cuda" else []
+    with profile(activities=[ProfilerActivity.CPU, *gpu]) as profiler:
+        yield
+    folder.mkdir(exist_ok=True)
+    path = folder / f"step-{step:06d}.rank-{ranks.rank}.json.gz"
+    profiler.export_chrome_trace(str(path))
+    if ranks.is_main:
+        print(f"profile of step {step}: {path}; open it in https://ui.perfetto.dev", flush=True)
+
+
+def machine(num_ranks: int) -> dict[str, Any]:
+    return {
+        "host": platform.node(),
+        "device": torch.cuda.get_device_name() if on_gpu() else platform.machine(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "num_ranks": num_ranks,
+        "torch": torch.__version__,
+    }

@@ -2,7 +2,7 @@
 
 import sys
 
-from pipeline.files.imports import importing
+from pipeline.files.console import importing
 
 try:
     with importing():

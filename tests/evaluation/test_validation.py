@@ -15,7 +15,6 @@ from pipeline.evaluation.evaluate import KLProbe
 from pipeline.grpo.token_logprobs import TokenLogprobs
 from scripts.proofs.grid import make_trajectory, small_model
 from tests.end_to_end.test_train import jsonl, metrics, results
-from tests.support.messages import says
 from tests.support.warm import play
 
 pytestmark = pytest.mark.whole_run
@@ -46,12 +45,19 @@ def direct(model, trajectory):
     return total
 
 
-def test_kept_episodes_that_are_gone_are_a_warning(tmp_path, capsys):
+@pytest.mark.parametrize("text", ["[{", "[" * 100_000, '[{"domain": "a", "odd": 1}]', "[3]", None])
+def test_kept_episodes_that_are_gone_or_damaged_are_a_warning(tmp_path, text, capsys):
+    (tmp_path / "kl_probe").mkdir()
+    if text is not None:
+        (tmp_path / "kl_probe" / "mixed.json").write_text(text)
     kept = KLProbe(tmp_path, Config(), ALONE)
     kept.is_wanted = True
     kept.load([SimpleNamespace(name="mixed")])
+    state = "gone" if text is None else "damaged"
     (line,) = capsys.readouterr().out.splitlines()
-    says(line, "warning: ", "kl_probe/mixed.json is gone, so there is no KL of mixed")
+    assert line.startswith("warning: ") and line.endswith(
+        f"kl_probe/mixed.json is {state}, so there is no KL of mixed"
+    )
     assert kept.episodes == {}
 
 

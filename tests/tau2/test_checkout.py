@@ -1,6 +1,5 @@
 """What a checkout must have; the faulty ones are damaged miniatures."""
 
-import json
 import subprocess
 
 import pytest
@@ -19,40 +18,25 @@ def checked(path):
     return checkout
 
 
-def test_a_folder_of_another_project_is_refused_by_name(tmp_path):
-    (tmp_path / "src").mkdir()
-    with pytest.raises(UserError, match=r"tau2/domains/airline is no folder; give a checkout of"):
+def test_another_project_or_domain_is_refused_by_name(tmp_path, miniature):
+    with pytest.raises(UserError, match=r"airline/db.json is missing or empty; give a whole check"):
         Checkout(tmp_path, "airline")
-
-
-def test_an_unknown_domain_is_refused(miniature):
     with pytest.raises(UserError, match=r"got the domain 'bank'; give airline, retail, telecom"):
         Checkout(miniature, "bank")
 
 
-@pytest.mark.parametrize("file", ["db.json", "policy.md", "tasks.json", "split_tasks.json"])
-@pytest.mark.parametrize("damage", ["missing", "empty"])
-def test_a_missing_or_empty_file_is_named(miniature, file, damage):
-    path = miniature / DATA / file
-    path.unlink()
-    if damage == "empty":
-        path.touch()
-    with pytest.raises(UserError, match=rf"{DATA}/{file} is missing or empty"):
-        Checkout(miniature, "airline")
-
-
-@pytest.mark.parametrize("file", ["tasks.json", "split_tasks.json"])
-def test_a_truncated_file_is_named(miniature, file):
-    path = miniature / DATA / file
-    path.write_bytes(path.read_bytes()[:-9])
-    with pytest.raises(UserError, match=rf"{DATA}/{file} is cut off or no JSON"):
-        checked(miniature)
-
-
-def test_a_split_with_an_unknown_task_is_refused(miniature):
-    path = miniature / DATA / "split_tasks.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"test": ["77"]}))
-    with pytest.raises(UserError, match=r"lacks the task '77' of the split test"):
+@pytest.mark.parametrize(
+    ("file", "content", "why"),
+    [
+        *((file, "", "is missing or empty") for file in ("db.json", "policy.md", "tasks.json")),
+        ("tasks.json", "[", "is cut off or no JSON"),
+        ("split_tasks.json", '{"train": [', "is cut off or no JSON"),
+        ("split_tasks.json", '{"train": [], "test": ["77"]}', "lacks the task '77' of the split"),
+    ],
+)
+def test_a_faulty_file_is_named(miniature, file, content, why):
+    (miniature / DATA / file).write_text(content)
+    with pytest.raises(UserError, match=rf"{DATA}/{'' if why[0] == 'l' else file}.* {why}"):
         checked(miniature)
 
 
@@ -71,20 +55,16 @@ def test_a_truncated_database_is_named(checkout_path):
 def test_the_commit_is_noted(miniature):
     assert Checkout(miniature, "airline").commit == "unknown"
     git = ["git", "-C", str(miniature), "-c", "user.name=a", "-c", "user.email=a@b"]
-    for command in (["init", "-q"], ["commit", "-q", "--allow-empty", "-m", "another"]):
+    for command in (["init", "-q"], ["add", "src"], ["commit", "-q", "-m", "another"]):
         subprocess.run([*git, *command], check=True)
     commit = Checkout(miniature, "airline").commit
     assert len(commit) == 40
-    assert commit != TESTED_COMMIT
-    subprocess.run([*git, "add", "src"], check=True)
-    subprocess.run([*git, "commit", "-q", "-m", "code"], check=True)
     next(miniature.glob("src/**/shop.py")).write_text("# other rules")
-    assert Checkout(miniature, "airline").commit.endswith(" with local changes")
-    inside = miniature / "inside"
-    (miniature / "data").rename(miniature / "moved")
+    assert Checkout(miniature, "airline").commit == f"{commit} with local changes"
+    inside = miniature / "inside"  # a folder of another repository
     inside.mkdir()
-    (miniature / "moved").rename(inside / "data")
-    (miniature / "src").rename(inside / "src")
+    for name in ("data", "src"):
+        (miniature / name).rename(inside / name)
     assert Checkout(inside, "airline").commit == "unknown"
 
 

@@ -11,7 +11,7 @@ from statistics import fmean
 import pytest
 
 from pipeline.tau2.checkout import Checkout
-from pipeline.tau2.overlay import changes_of
+from pipeline.tau2.world import changes_of
 from scripts.proofs.tau2_cases import CHANGES, DONE, cases_of, changed, minus, texts, together
 from scripts.proofs.tau2_conformance import FLOORS, leaked, play, started, whole_database
 from tests.tau2.conftest import SOURCE

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from pipeline.config.settings import Config, RolloutSettings
-from pipeline.customers import Customers, ScriptedCustomer
+from pipeline.customers import Customers
 from pipeline.data.tasks import Task
 from pipeline.endpoints.language_model import LanguageModel
 from pipeline.environments.domains import load_domains
@@ -55,28 +55,31 @@ def play(config, domain, task, script, folder):
     return trajectory
 
 
+PHONE_SCRIPT = [  # of the agent
+    call("resume_line", line_id="L1"),
+    say("<think>It is the plane.</think>Switch the airplane mode off."),
+    say("Your line works again."),
+]
+
+
+def phone_owner(body):
+    """The language model of a customer with a phone."""
+    last = body["messages"][-1]
+    if last["role"] == "tool":
+        return f"It says {last['content']}"
+    steps = {
+        "Welcome, what can I do for you?": "My phone is dead.",
+        "Switch the airplane mode off.": calling("toggle_airplane_mode"),
+        "Your line works again.": "Thank you. ###STOP###",
+    }
+    return steps[last["content"]]
+
+
 @MINIATURE
 def test_the_phone_is_the_customers_and_the_line_is_the_agents(checkout_path, tmp_path):
     """The customer calls the phone's tools on the same episode, and ends it as in the benchmark."""
-
-    def answer(body):
-        last = body["messages"][-1]
-        if last["role"] == "tool":
-            return f"It says {last['content']}"
-        steps = {
-            "Welcome, what can I do for you?": "My phone is dead.",
-            "Switch the airplane mode off.": calling("toggle_airplane_mode"),
-            "Your line works again.": "Thank you. ###STOP###",
-        }
-        return steps[last["content"]]
-
-    script = [
-        call("toggle_airplane_mode"),  # no tool of the agent
-        call("resume_line", line_id="L1"),
-        say("<think>It is the plane.</think>Switch the airplane mode off."),
-        say("Your line works again."),
-    ]
-    with serving(answer) as server:
+    script = [call("toggle_airplane_mode"), *PHONE_SCRIPT]  # first, no tool of the agent
+    with serving(phone_owner) as server:
         config = config_of(url=server.url, tau2=str(checkout_path))
         domain = load_domains(config.data)["telecom"]
         trajectory = play(config, domain, task_of(domain, BROKEN), script, tmp_path)
@@ -149,40 +152,6 @@ def test_a_scripted_customer_plays_whole_episodes(checkout_path, tmp_path):
     assert first == second
     assert first.stop_reason is StopReason.COMPLETED
     assert first.messages[2]["content"] and first.customer == []
-
-
-KNOWN = {
-    "reason_for_call": "You want to cancel your flight.",
-    "known_info": "You are Ada.\nYour user id is ada_1.",
-    "unknown_info": None,
-    "task_instructions": "You are polite to the agent.",
-}
-
-
-def test_the_script_tells_its_parts_agrees_repeats_and_ends():
-    customer = ScriptedCustomer(KNOWN)
-    assert customer.first_words == "I want to cancel my flight."
-    asked = {
-        "What is your user id?": "I am Ada.\nMy user id is ada_1.",
-        "Why do you cancel?": "I am polite to the agent.",
-        "And your id again?": "I am Ada.\nMy user id is ada_1.",
-        "<think>What is the name?</think>Shall I cancel it?": "Yes, please.",
-        "It is cancelled. Anything else?": None,
-    }
-    assert [customer.reply(message) for message in asked] == [*asked.values()]
-
-
-@pytest.mark.parametrize("message", ["You are being transferred.", "It is done.", "Bye"])
-def test_the_script_ends_where_nothing_is_asked(message):
-    customer = ScriptedCustomer({"reason_for_call": "You call."})
-    assert customer.reply(message) is None
-    assert ScriptedCustomer(KNOWN).reply("I am transferring you.") is None
-
-
-def test_a_script_does_not_talk_for_ever():
-    customer = ScriptedCustomer(KNOWN)
-    replies = [customer.reply("Really?") for _ in range(30)]
-    assert replies.index(None) == 20 and set(replies[20:]) == {None}
 
 
 def test_a_domain_of_ones_own_has_scenarios_in_its_tasks(tmp_path):

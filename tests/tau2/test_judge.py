@@ -12,7 +12,7 @@ from pipeline.environments.domains import load_domains
 from pipeline.errors import UserError
 from pipeline.rollout.rollout import RolloutRequest
 from pipeline.rollout.trajectory import StopReason
-from pipeline.tau2.judge import FILE, judge_prompt, verdicts_of
+from pipeline.tau2.environment import JUDGE_FILE, judge_prompt
 from tests.support.endpoint import serving
 from tests.support.helpers import (
     ScriptedSampler,
@@ -141,10 +141,8 @@ def test_a_judge_is_needed_and_only_for_the_official_reward(checkout_path):
 
 
 def test_a_checkout_with_another_judge_is_refused(miniature):
-    (miniature / FILE).write_text("def evaluate():\n    system_prompt = 1\n", encoding="utf-8")
+    (miniature / JUDGE_FILE).write_text(
+        "def evaluate():\n    system_prompt = 1\n", encoding="utf-8"
+    )
     with pytest.raises(UserError, match=r"evaluator_nl_assertions.py has no function with traj"):
         judge_prompt(miniature, [], ["Tells it."])
-
-
-def test_verdicts_are_read_as_the_official_tools_write_them():
-    assert verdicts_of(verdict(True, False)) == [(True, "as said"), (False, "as said")]

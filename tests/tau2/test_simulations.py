@@ -9,10 +9,17 @@ from pipeline.checkpoints.transcripts import save_transcripts
 from pipeline.config.settings import Config
 from pipeline.environments.domains import load_domains
 from pipeline.tau2.simulations import conversation, results_of
-from tests.support.endpoint import calling, serving
+from tests.support.endpoint import serving
 from tests.support.helpers import call, say
 from tests.tau2.conftest import SOURCE
-from tests.tau2.test_customers import BROKEN, config_of, play, task_of
+from tests.tau2.test_customers import (
+    BROKEN,
+    PHONE_SCRIPT,
+    config_of,
+    phone_owner,
+    play,
+    task_of,
+)
 
 pytestmark = pytest.mark.skipif(SOURCE != "miniature", reason="plays the miniature's tasks")
 OF_AGENT = {"requestor": "assistant"}
@@ -46,23 +53,9 @@ def calls(*made, **requestor):
 
 
 def test_calls_of_the_customers_phone_stand_where_they_were_made(checkout_path, tmp_path):
-    def answer(body):
-        last = body["messages"][-1]
-        steps = {
-            "Welcome, what can I do for you?": "My phone is dead.",
-            "Switch the airplane mode off.": calling("toggle_airplane_mode"),
-            "Your line works again.": "Thank you. ###STOP###",
-        }
-        return "It is off." if last["role"] == "tool" else steps[last["content"]]
-
-    script = [
-        call("resume_line", line_id="L1"),
-        say("<think>It is the plane.</think>Switch the airplane mode off."),
-        say("Your line works again."),
-    ]
-    with serving(answer) as server:
+    with serving(phone_owner) as server:
         config = config_of(url=server.url, tau2=str(checkout_path))
-        found, run = exported(config, "telecom", BROKEN, script, tmp_path)
+        found, run = exported(config, "telecom", BROKEN, PHONE_SCRIPT, tmp_path)
     assert found["info"] == {
         "num_trials": 1,
         "environment_info": {"domain_name": "telecom", "policy": "Help by talking.\nAsk."},
@@ -87,7 +80,7 @@ def test_calls_of_the_customers_phone_stand_where_they_were_made(checkout_path, 
         {"role": "assistant", "content": "Switch the airplane mode off.", "raw_data": thought},
         {"role": "user", **calls(("call-1", "toggle_airplane_mode", {}), **OF_USER)},
         {**answer_of, "id": "call-1", "content": "Airplane mode: False", **OF_USER},
-        {"role": "user", "content": "It is off."},
+        {"role": "user", "content": "It says Airplane mode: False"},
         {"role": "assistant", "content": "Your line works again."},
         {"role": "user", "content": "Thank you. ###STOP###"},
     ]

@@ -7,8 +7,7 @@ from pipeline.environments.domains import generated, load_domains
 from pipeline.errors import UserError
 from pipeline.preflight.prepare import prepare
 from pipeline.report.tables import about_table
-from pipeline.tau2.domain import tau2_domain
-from pipeline.tau2.tasks import NOTHING, faults_of
+from pipeline.tau2.domain import NOTHING, faults_of, tau2_domain
 from scripts.proofs.tau2_cases import DOMAINS
 from tests.tau2.conftest import SOURCE
 

@@ -4,7 +4,7 @@ import pytest
 
 from pipeline.config.cli import build_parser, parse
 from pipeline.errors import UserError
-from pipeline.tracking.profiling import rates
+from pipeline.tracking.step_metrics import rates
 
 # Rates
 

@@ -1,10 +1,10 @@
-"""The customer that a language model plays: what it sees, what it may do, and how it ends."""
+"""Customers who talk: a language model, with what it sees and may do, and a script."""
 
 import asyncio
 
 import pytest
 
-from pipeline.customers import MAX_ERRORS, SILENCE, LlmCustomer, Scenario, spoken
+from pipeline.customers import MAX_ERRORS, SILENCE, LlmCustomer, Scenario, ScriptedCustomer, spoken
 from pipeline.environments.faults import Outage
 from tests.support.endpoint import calling
 
@@ -109,3 +109,39 @@ def test_a_customer_who_never_answers_has_failed(failed, why):
     with pytest.raises(Outage, match=why):
         talk(made, "Switch it on.")
     assert len(asked) == 1 + (MAX_ERRORS if failed else 30)
+
+
+# The script
+
+KNOWN = {
+    "reason_for_call": "You want to cancel your flight.",
+    "known_info": "You are Ada.\nYour user id is ada_1.",
+    "unknown_info": None,
+    "task_instructions": "You are polite to the agent.",
+}
+
+
+def test_the_script_tells_its_parts_agrees_repeats_and_ends():
+    customer = ScriptedCustomer(KNOWN)
+    assert customer.first_words == "I want to cancel my flight."
+    asked = {
+        "What is your user id?": "I am Ada.\nMy user id is ada_1.",
+        "Why do you cancel?": "I am polite to the agent.",
+        "And your id again?": "I am Ada.\nMy user id is ada_1.",
+        "<think>What is the name?</think>Shall I cancel it?": "Yes, please.",
+        "It is cancelled. Anything else?": None,
+    }
+    assert [customer.reply(message) for message in asked] == [*asked.values()]
+
+
+@pytest.mark.parametrize("message", ["You are being transferred.", "It is done.", "Bye"])
+def test_the_script_ends_where_nothing_is_asked(message):
+    customer = ScriptedCustomer({"reason_for_call": "You call."})
+    assert customer.reply(message) is None
+    assert ScriptedCustomer(KNOWN).reply("I am transferring you.") is None
+
+
+def test_a_script_does_not_talk_for_ever():
+    customer = ScriptedCustomer(KNOWN)
+    replies = [customer.reply("Really?") for _ in range(30)]
+    assert replies.index(None) == 20 and set(replies[20:]) == {None}
