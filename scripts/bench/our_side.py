@@ -24,13 +24,14 @@ from turns import Gate, Work, script_of, siblings, without_users
 
 from pipeline.config.cli import parse
 from pipeline.data.curriculum import tasks_of_step
-from pipeline.distributed import gradients
+from pipeline.distributed import ranks as collectives
 from pipeline.distributed.watchdog import Watchdog
 from pipeline.environments.tools import tool_schemas
 from pipeline.grpo.collect import RolloutBatch, collect_rollouts
 from pipeline.rollout.trajectory import RunRecord, Trajectory
 from pipeline.train import Training, connect
 
+ADD_UP = collectives.add_up
 LARGE = ("gradients", "messages")  # large transfers between ranks
 
 
@@ -144,11 +145,11 @@ class Exchange:
         self._times: list[tuple[Any, Any]] = []
         self.bytes = 0
 
-    def __call__(self, bucket: Any) -> Any:
+    def __call__(self, state: Any, bucket: Any) -> Any:
         buffer = bucket.buffer()
         begun = self._now()
         self.bytes += buffer.numel() * buffer.element_size()
-        future = gradients.add_up(bucket)
+        future = ADD_UP(state, bucket)
         if not bucket.is_last():
             return future
 
@@ -179,12 +180,9 @@ class Measured(Training):
     gate: Gate
 
     def begin_grpo(self) -> Any:
-        meter = super().begin_grpo()
-        updater = self.learner.updater
-        assert updater is not None
         self.exchange = Exchange(self.work.device)
-        if self.ranks.num_ranks > 1:
-            updater.gradient_all_reduce.add_up = self.exchange
+        collectives.add_up = self.exchange  # which the updater gives to DDP
+        meter = super().begin_grpo()
         self.sampled_s = [0.0]  # cumulative seconds before and after each step of the block
         self.seen = 0
         self.before = self.counters()
