@@ -16,8 +16,8 @@ from typing import Any
 
 from pipeline.data.tasks import Task
 from pipeline.embedded import telecom
-from pipeline.embedded.generation import MAX_TASKS as MAX_TASKS
-from pipeline.embedded.generation import words_of
+from pipeline.embedded.cases import MAX_TASKS as MAX_TASKS
+from pipeline.embedded.cases import words_of
 from pipeline.embedded.telecom import (
     TelecomDatabase,
     TelecomEnvironment,

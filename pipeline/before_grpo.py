@@ -6,8 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from itertools import chain
 
-from pipeline.data.curriculum import tasks_of_source
-from pipeline.data.shares import num_drawn
+from pipeline.data.curriculum import num_drawn, tasks_of_source
 from pipeline.data.tasks import Task
 from pipeline.endpoints.language_model import LanguageModel
 from pipeline.evaluation.advice import start_report

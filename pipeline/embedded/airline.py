@@ -6,9 +6,20 @@ from typing import Literal, get_args
 
 from pydantic import BaseModel
 
-from pipeline.embedded.generation import IDS, Draft, generate, random_record, words_of
-from pipeline.embedded.generation import MAX_TASKS as MAX_TASKS
-from pipeline.embedded.scripted import Branch, CaseEnvironment, Database, Family, expert_of, tool
+from pipeline.embedded.cases import (
+    IDS,
+    Branch,
+    CaseEnvironment,
+    Database,
+    Draft,
+    Family,
+    expert_of,
+    generate,
+    random_record,
+    tool,
+    words_of,
+)
+from pipeline.embedded.cases import MAX_TASKS as MAX_TASKS
 from pipeline.environments.experts import Agent
 
 POLICY = """
@@ -116,33 +127,70 @@ class AirlineEnvironment(CaseEnvironment):
     database_class = AirlineDatabase
     _expert = staticmethod(expert)
 
-    @tool("Find the reservation of a customer.")
+    @tool
     def find_reservation(self, customer: str) -> dict[str, str]:
+        """Find the reservation of a customer.
+
+        Args:
+            customer: Customer id.
+        """
         return self._found("reservations", "reservation", customer)
 
-    @tool("Look a reservation up.")
+    @tool
     def get_reservation(self, reservation: str) -> dict[str, str]:
+        """Look a reservation up.
+
+        Args:
+            reservation: Reservation id.
+        """
         return self._shown("reservations", reservation, "status", "fare", "insured", "tier")
 
-    @tool("List the flights of a day, the free one and the full one.", day="Day of the week.")
+    @tool
     def find_flights(self, day: Day) -> dict[str, str]:
+        """List the flights of a day, the free one and the full one.
+
+        Args:
+            day: Day of the week.
+        """
         return {flight.seats: key for key, flight in self._db.flights.items() if flight.day == day}
 
-    @tool("Move a reservation to another flight.")
+    @tool
     def move(self, reservation: str, flight: str) -> dict[str, str]:
+        """Move a reservation to another flight.
+
+        Args:
+            reservation: Reservation id.
+            flight: Flight id.
+        """
         self._record("flights", flight)
         return self._changed("reservations", reservation, flight=flight)
 
-    @tool("Cancel a reservation.")
+    @tool
     def cancel(self, reservation: str) -> dict[str, str]:
+        """Cancel a reservation.
+
+        Args:
+            reservation: Reservation id.
+        """
         return self._changed("reservations", reservation, status="cancelled")
 
-    @tool("Add a bag to a reservation for a fee.", fee="Fee in euros.")
+    @tool
     def add_bag(self, reservation: str, fee: Fee) -> dict[str, str]:
+        """Add a bag to a reservation for a fee.
+
+        Args:
+            reservation: Reservation id.
+            fee: Fee in euros.
+        """
         return self._changed("reservations", reservation, bag_fee=fee)
 
-    @tool("Hand the customer over to a person, which ends the conversation.", reason="Why.")
+    @tool
     def transfer(self, reason: Reason) -> dict[str, str]:
+        """Hand the customer over to a person, which ends the conversation.
+
+        Args:
+            reason: Why.
+        """
         return self._transfer(reason)
 
 

@@ -6,9 +6,20 @@ from typing import Literal, get_args
 
 from pydantic import BaseModel
 
-from pipeline.embedded.generation import IDS, Draft, generate, random_record, words_of
-from pipeline.embedded.generation import MAX_TASKS as MAX_TASKS
-from pipeline.embedded.scripted import Branch, CaseEnvironment, Database, Family, expert_of, tool
+from pipeline.embedded.cases import (
+    IDS,
+    Branch,
+    CaseEnvironment,
+    Database,
+    Draft,
+    Family,
+    expert_of,
+    generate,
+    random_record,
+    tool,
+    words_of,
+)
+from pipeline.embedded.cases import MAX_TASKS as MAX_TASKS
 from pipeline.environments.experts import Agent
 from pipeline.environments.tools import ToolError
 
@@ -126,40 +137,83 @@ class RetailEnvironment(CaseEnvironment):
     database_class = RetailDatabase
     _expert = staticmethod(expert)
 
-    @tool("Find the order of a customer.")
+    @tool
     def find_order(self, customer: str) -> dict[str, str]:
+        """Find the order of a customer.
+
+        Args:
+            customer: Customer id.
+        """
         return self._found("orders", "order", customer)
 
-    @tool("Look an order up.")
+    @tool
     def get_order(self, order: str) -> dict[str, str]:
+        """Look an order up.
+
+        Args:
+            order: Order id.
+        """
         return self._shown("orders", order, "status", "paid", "size")
 
-    @tool("Look up the variant of a colour and whether it is in stock.", colour="Colour.")
+    @tool
     def find_variant(self, colour: Colour) -> dict[str, str]:
+        """Look up the variant of a colour and whether it is in stock.
+
+        Args:
+            colour: Colour.
+        """
         for key, variant in self._db.variants.items():
             if variant.colour == colour:
                 return {"stock": variant.stock, "variant": key}
         raise ToolError(f"no {colour}")
 
-    @tool("Exchange the item of an order for another variant.")
+    @tool
     def exchange(self, order: str, variant: str) -> dict[str, str]:
+        """Exchange the item of an order for another variant.
+
+        Args:
+            order: Order id.
+            variant: Variant id.
+        """
         self._record("variants", variant)
         return self._changed("orders", order, item=variant)
 
-    @tool("Cancel an order that has not been shipped.", reason="The customer's reason.")
+    @tool
     def cancel(self, order: str, reason: CancelReason) -> dict[str, str]:
+        """Cancel an order that has not been shipped.
+
+        Args:
+            order: Order id.
+            reason: The customer's reason.
+        """
         return self._changed("orders", order, status="cancelled", cancel_reason=reason)
 
-    @tool("Recall the parcel of an order on its way.")
+    @tool
     def recall(self, order: str) -> dict[str, str]:
+        """Recall the parcel of an order on its way.
+
+        Args:
+            order: Order id.
+        """
         return self._changed("orders", order, status="recalled")
 
-    @tool("Refund an order.", to="Where the money goes.")
+    @tool
     def refund(self, order: str, to: RefundTarget) -> dict[str, str]:
+        """Refund an order.
+
+        Args:
+            order: Order id.
+            to: Where the money goes.
+        """
         return self._changed("orders", order, refunded_to=to)
 
-    @tool("Hand the customer over to a person, which ends the conversation.", reason="Why.")
+    @tool
     def transfer(self, reason: Reason) -> dict[str, str]:
+        """Hand the customer over to a person, which ends the conversation.
+
+        Args:
+            reason: Why.
+        """
         return self._transfer(reason)
 
 

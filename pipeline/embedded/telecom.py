@@ -6,9 +6,20 @@ from typing import Literal, get_args
 
 from pydantic import BaseModel
 
-from pipeline.embedded.generation import IDS, Draft, generate, random_record, words_of
-from pipeline.embedded.generation import MAX_TASKS as MAX_TASKS
-from pipeline.embedded.scripted import Branch, CaseEnvironment, Database, Family, expert_of, tool
+from pipeline.embedded.cases import (
+    IDS,
+    Branch,
+    CaseEnvironment,
+    Database,
+    Draft,
+    Family,
+    expert_of,
+    generate,
+    random_record,
+    tool,
+    words_of,
+)
+from pipeline.embedded.cases import MAX_TASKS as MAX_TASKS
 from pipeline.environments.experts import Agent
 
 POLICY = """
@@ -147,41 +158,79 @@ class TelecomEnvironment(CaseEnvironment):
     database_class = TelecomDatabase
     _expert = staticmethod(expert)
 
-    @tool("Find the line of a customer.")
+    @tool
     def find_line(self, customer: str) -> dict[str, str]:
+        """Find the line of a customer.
+
+        Args:
+            customer: Customer id.
+        """
         return self._found("lines", "line", customer)
 
-    @tool("Look a line up.")
+    @tool
     def get_line(self, line: str) -> dict[str, str]:
+        """Look a line up.
+
+        Args:
+            line: Line id.
+        """
         return self._shown("lines", line, "status", "bill", "plan", "usage", "roaming")
 
-    @tool("Send the customer the bill of a line.")
+    @tool
     def send_bill(self, line: str) -> dict[str, str]:
+        """Send the customer the bill of a line.
+
+        Args:
+            line: Line id.
+        """
         self._changed("lines", line, bill_sent=True)
         return {"bill": "sent"}
 
-    @tool("Resume a paused line.")
+    @tool
     def resume(self, line: str) -> dict[str, str]:
+        """Resume a paused line.
+
+        Args:
+            line: Line id.
+        """
         return self._changed("lines", line, status="active")
 
-    @tool("Add data to a line.", amount="Gigabytes.")
+    @tool
     def add_data(self, line: str, amount: Amount) -> dict[str, str]:
+        """Add data to a line.
+
+        Args:
+            line: Line id.
+            amount: Gigabytes.
+        """
         return self._changed("lines", line, added=amount)
 
-    @tool("Enable roaming on a line.")
+    @tool
     def enable_roaming(self, line: str) -> dict[str, str]:
+        """Enable roaming on a line.
+
+        Args:
+            line: Line id.
+        """
         return self._changed("lines", line, roaming="on")
 
-    @tool(
-        "Ask the user to do something: check the phone, pay a bill that was sent, or try a remedy\n"
-        "on the phone.",
-        action="What the user shall do.",
-    )
+    @tool
     def ask_user(self, action: UserAction) -> dict[str, str]:
+        """Ask the user to do something: check the phone, pay a bill that was sent, or try a remedy
+        on the phone.
+
+        Args:
+            action: What the user shall do.
+        """
         return done_by_user(self._db, action)
 
-    @tool("Hand the customer over to a person, which ends the conversation.", reason="Why.")
+    @tool
     def transfer(self, reason: Reason) -> dict[str, str]:
+        """Hand the customer over to a person, which ends the conversation.
+
+        Args:
+            reason: Why.
+        """
         return self._transfer(reason)
 
 

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from pipeline.config.settings import Config
+from pipeline.data.curriculum import TaskMixture, quota
 from pipeline.data.rows import json_lines, messages_problem, with_usual_messages
-from pipeline.data.shares import TaskMixture, quota
 from pipeline.data.tasks import Message, Task
 from pipeline.environments.domains import Domain, generated
 from pipeline.environments.faults import EnvironmentFault

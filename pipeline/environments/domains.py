@@ -24,8 +24,8 @@ from itertools import islice
 from typing import Any, TypeAlias
 
 from pipeline.config.settings import DataSettings
+from pipeline.data.curriculum import TINY
 from pipeline.data.rows import row_problem
-from pipeline.data.shares import TINY
 from pipeline.data.tasks import Message, Task
 from pipeline.environments.calls import guarded
 from pipeline.environments.discovery import (

@@ -15,8 +15,7 @@ from pipeline.chat.template import Chat
 from pipeline.checkpoints.run_folder import hash_of, problem, resumable
 from pipeline.config.settings import Config, ModelSettings, RolloutSettings
 from pipeline.customers import check_scenarios
-from pipeline.data.curriculum import Stage, make_stages
-from pipeline.data.shares import TaskMixture, mixtures, num_drawn
+from pipeline.data.curriculum import Stage, TaskMixture, make_stages, mixtures, num_drawn
 from pipeline.data.tasks import HELD_OUT, MODULE, Task
 from pipeline.environments.demonstrations import has_demonstrations, words_of_demonstrations
 from pipeline.environments.domains import Domain, generated, load_domains

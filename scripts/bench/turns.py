@@ -206,7 +206,7 @@ def script_of(task: Task, parts: Prepared, sibling: int) -> list[list[int]]:
     message is "Done.". Until `PARTING_TURN`, the messages of all episodes of a group are equal;
     later messages look up different ids.
     """
-    from pipeline.embedded.generation import IDS
+    from pipeline.embedded.cases import IDS
     from pipeline.environments import run_expert
 
     domain = parts.domains[task.domain]

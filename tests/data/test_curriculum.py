@@ -6,15 +6,17 @@ import pytest
 
 from pipeline.config.settings import Config
 from pipeline.data.curriculum import (
+    TaskMixture,
     describe,
     make_stages,
+    mixtures,
     on_plateau,
     one_after_another,
+    quota,
     replacement_tasks,
     split,
     tasks_of_step,
 )
-from pipeline.data.shares import TaskMixture, mixtures, quota
 from pipeline.errors import UserError
 from tests.support.helpers import make_task
 from tests.support.messages import refusal, says

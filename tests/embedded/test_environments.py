@@ -1,16 +1,12 @@
 """Environments: the expert earns everything, anything else nothing, and no state ever leaks."""
 
+import hashlib
 import json
-import os
-import subprocess
-import sys
 from collections import Counter
 from copy import deepcopy
 from dataclasses import replace
-from datetime import date
 from functools import cache
 from itertools import pairwise, product
-from random import Random
 
 import pytest
 
@@ -18,12 +14,20 @@ from examples.telecom_chat import REQUESTS
 from pipeline.config.settings import DEFAULT_DOMAINS
 from pipeline.data.tasks import DIFFICULTIES, SPLITS
 from pipeline.embedded import telecom
-from pipeline.embedded.generation import IDS, Draft, generate, shares_of
-from pipeline.embedded.scripted import Branch, Case, Database, Family, ScriptedUser
+from pipeline.embedded.cases import (
+    IDS,
+    Branch,
+    Case,
+    Database,
+    Draft,
+    Family,
+    ScriptedUser,
+    generate,
+    shares_of,
+)
 from pipeline.environments.experts import run_expert
 from pipeline.environments.tools import ToolError, call_tool, tool_methods, tool_schemas
 from pipeline.evaluation.baselines import baselines
-from tests.support import ROOT
 from tests.support.helpers import DOMAINS, embedded, environments_of, module_of
 
 CLASSES = environments_of(embedded())
@@ -141,76 +145,32 @@ def test_the_expert_earns_everything_on_every_task(seeds):
     assert played == 432 * len(seeds)
 
 
-def test_doing_nothing_earns_nothing_on_every_task():
-    for task in some_of_all(60):
-        assert replay(task, []) == 0.0
-        assert replay(task, [say("Done.")]) == 0.0
-
-
-def test_a_write_left_out_earns_nothing():
-    for task in some_of_all():
-        messages = expert_messages(task)
-        for position in filter(lambda p: is_write(messages[p]), range(len(messages))):
-            left = replaced(messages, position)
-            assert replay(task, [*left, say("Done.")]) == 0.0, (task, position)
+def choices_of(task, name, key):
+    """The values that an argument of a tool may have: those of its schema, or all records."""
+    schema = {s["function"]["name"]: s["function"] for s in schemas_of(task)}[name]
+    database = json.loads(task.payload)["database"]
+    return schema["parameters"]["properties"][key].get("enum") or [*database.get(f"{key}s", {})]
 
 
 def test_a_write_with_another_choice_earns_nothing():
-    """Another reason, fee, way of refund, amount, or another remedy of the phone."""
+    """Another reason, fee, way of refund, amount, flight, or another remedy of the phone."""
     tried = Counter()
     for task in some_of_all(30):
         messages = expert_messages(task)
         for position, message in enumerate(messages):
             name, arguments = function_of(message)
             for key, value in arguments.items() if is_write(message) else ():
-                schema = {s["function"]["name"]: s["function"] for s in schemas_of(task)}[name]
-                for other in schema["parameters"]["properties"][key].get("enum", []):
+                for other in choices_of(task, name, key):
                     changed = replaced(messages, position, call(name, **{**arguments, key: other}))
                     assert replay(task, changed) == float(other == value), (task, other)
-                    tried[name] += other != value
-    assert set(tried) == {
-        "add_bag",
-        "add_data",
-        "ask_user",
-        "cancel",
-        "refund",
-        "transfer",
+                    tried[name, key] += other != value
+    assert {name for (name, _), count in tried.items() if count} >= {
+        *("add_bag", "add_data", "ask_user", "cancel", "move", "refund", "transfer")
     }
 
 
 def schemas_of(task):
     return tool_schemas(CLASSES[task.domain])
-
-
-def test_a_write_to_another_record_earns_nothing():
-    table = {"airline": "reservations", "retail": "orders", "telecom": "lines"}
-    table["telecom_chat"] = table["telecom"]
-    for task in some_of_all():
-        messages, database = expert_messages(task), json.loads(task.payload)["database"]
-        for position, message in enumerate(messages):
-            name, arguments = function_of(message)
-            key = table[task.domain][:-1]
-            if is_write(message) and key in arguments:
-                (other,) = set(database[table[task.domain]]) - {arguments[key]}
-                changed = replaced(messages, position, call(name, **{**arguments, key: other}))
-                assert replay(task, changed) == 0.0, task
-                if table[task.domain] != "lines":  # an active line may be resumed once more
-                    both = [*messages[:position], changed[position], *messages[position:]]
-                    assert replay(task, both) == 0.0, task
-
-
-def test_the_full_flight_and_another_days_flight_earn_nothing():
-    for task in filter(lambda task: task.branch == "move", make_tasks("airline")):
-        messages, flights = expert_messages(task), json.loads(task.payload)["database"]["flights"]
-        position = next(p for p, m in enumerate(messages) if function_of(m)[0] == "move")
-        _, arguments = function_of(messages[position])
-        rewards = {
-            flight: replay(
-                task, replaced(messages, position, call("move", **{**arguments, "flight": flight}))
-            )
-            for flight in flights
-        }
-        assert rewards == {flight: float(flight == arguments["flight"]) for flight in flights}
 
 
 def test_facts_must_be_told_and_told_right():
@@ -229,18 +189,6 @@ def test_facts_must_be_told_and_told_right():
         assert replay(task, [*work, say(f"The fee is {wrong[facts[0]]}.")]) == 0.0
         assert replay(task, [*work, say(f"It is {facts[0]}0, {facts[0]}x and {facts[0]}_.")]) == 0.0
     assert set(told) == {"0", "20", "40", "card", "voucher", "bank", "1", "2", "5"}
-
-
-def test_a_missing_question_earns_nothing_even_where_the_guess_is_right():
-    asked = 0
-    for task in some_of_all():
-        messages = expert_messages(task)
-        for position, message in enumerate(messages[:-1]):
-            if "tool_calls" not in message and not is_check(message):
-                assert message["content"] in ("Why?", "How much?", *REQUESTS.values())
-                assert replay(task, replaced(messages, position)) == 0.0
-                asked += 1
-    assert asked > 40
 
 
 def test_an_unneeded_question_earns_nothing():
@@ -385,14 +333,11 @@ def test_another_choice_before_the_right_one_earns_nothing(domain):
     """Three refunds, the right one last; every bag fee; every amount; every remedy; two flights."""
     tried = Counter()
     for task in some_of(domain):
-        messages, payload = expert_messages(task), json.loads(task.payload)
+        messages = expert_messages(task)
         for position, message in enumerate(messages):
             name, arguments = function_of(message)
             for key, value in arguments.items() if is_write(message) and name != "transfer" else ():
-                schema = {s["function"]["name"]: s["function"] for s in schemas_of(task)}[name]
-                others = schema["parameters"]["properties"][key].get("enum") or [
-                    *payload["database"].get(f"{key}s", {})
-                ]
+                others = choices_of(task, name, key)
                 wrong = [call(name, **{**arguments, key: o}) for o in others if o != value]
                 both = [*messages[:position], *wrong, *messages[position:]]
                 assert replay(task, both) == 0.0, (task, name, key)
@@ -475,50 +420,6 @@ def test_a_task_without_a_goal_leaves_the_steps_open():
 
 
 # One episode of each domain, in words
-
-
-def test_an_airline_episode():
-    task = next(t for t in make_tasks("airline") if t.branch == "plans")
-    record = json.loads(task.payload)["goal"]["record"]
-    environment = CLASSES["airline"]()
-    assert environment.reset(**task.row()) is None
-    found = json.loads(call_tool(environment, "get_reservation", {"reservation": record}))
-    assert found == {"status": "open", "fare": "saver", "insured": "yes", "tier": found["tier"]}
-    assert environment.user.reply("Hello.") is None
-    assert environment.user.reply("Why?") == "plans"
-    assert call_tool(environment, "transfer", {"reason": "plans"}) == '{"ok": "yes"}'
-    assert environment.done
-    assert environment.get_reward() == 1.0
-
-
-def test_a_retail_episode():
-    task = next(t for t in make_tasks("retail") if t.branch == "gift")
-    record = json.loads(task.payload)["goal"]["record"]
-    environment = CLASSES["retail"]()
-    environment.reset(**task.row())
-    assert json.loads(call_tool(environment, "get_order", {"order": record}))["paid"] == "gift"
-    answer = call_tool(environment, "refund", {"order": record, "to": "gift"})
-    assert answer == (
-        "{\"error\": \"wrong arguments: to: Input should be 'card', 'voucher' or 'bank'\"}"
-    )
-    assert call_tool(environment, "refund", {"order": record, "to": "voucher"}) == '{"ok": "yes"}'
-    environment.final_message = "Your money comes as a voucher."
-    assert environment.get_reward() == 1.0
-
-
-def test_a_telecom_episode():
-    task = next(t for t in make_tasks("telecom", difficulty="hard") if t.branch == "due")
-    customer = json.loads(task.payload)["goal"]["customer"]
-    environment = CLASSES["telecom"]()
-    environment.reset(**task.row())
-    line = json.loads(call_tool(environment, "find_line", {"customer": customer}))["line"]
-    assert json.loads(call_tool(environment, "get_line", {"line": line}))["bill"] == "due"
-    call_tool(environment, "send_bill", {"line": line})
-    call_tool(environment, "ask_user", {"action": "pay"})
-    assert json.loads(call_tool(environment, "get_line", {"line": line}))["bill"] == "paid"
-    call_tool(environment, "resume", {"line": line})
-    environment.final_message = "It works again."
-    assert environment.get_reward() == 1.0
 
 
 # The phone
@@ -619,34 +520,15 @@ def test_the_user_answers_one_question_once():
 # Generation
 
 
-DIGEST = """
-import hashlib
-from importlib import import_module
-digest = hashlib.sha256()
-for domain in ("airline", "retail", "telecom"):
-    module = import_module(f"pipeline.embedded.{domain}")
-    for difficulty in ("easy", "medium", "hard"):
-        for split in ("train", "validation", "test"):
-            digest.update(repr(module.generate_tasks(7, 40, split, difficulty)).encode())
-print(digest.hexdigest())
-"""
-
-
 def test_the_same_seed_gives_the_same_tasks_in_every_process():
-    """Byte for byte, also under other hash seeds."""
-    printed = [
-        subprocess.run(
-            [sys.executable, "-c", DIGEST],
-            env={**os.environ, "PYTHONHASHSEED": hash_seed},
-            cwd=ROOT,
-            capture_output=True,
-            text=True,
-            check=True,
-        ).stdout
-        for hash_seed in ("0", "4242")
-    ]
-    assert len(printed[0]) == 65
-    assert set(printed) == {printed[0]}
+    """Byte for byte; the digest is that of every run before."""
+    digest = hashlib.sha256()
+    for domain, difficulty, split in product(DEFAULT_DOMAINS, DIFFICULTIES, SPLITS):
+        tasks = MODULES[domain].generate_tasks(7, 40, split, difficulty)
+        digest.update(repr(tasks).encode())
+    assert digest.hexdigest() == (
+        "a7773d9dd478015d814b9b8d82678d27ddcaf6f78d9c4ba90c8cb9d80cc0450e"
+    )
 
 
 @in_every_domain
@@ -829,20 +711,6 @@ class Bank:
         """
         raise ToolError(text)
 
-    def result(self, kind: str) -> object:
-        """Return something.
-
-        Args:
-            kind: What.
-        """
-        return {
-            "none": None,
-            "list": [1, "zwölf"],
-            "number": 0.5,
-            "date": {"day": date(2026, 1, 2)},
-            "half": "half a character: \ud800",
-        }[kind]
-
     def _secret(self) -> str:
         return "secret"
 
@@ -881,12 +749,6 @@ class Bank:
         ),
         ("fail", {"text": "no money"}, '{"error": "no money"}'),
         ("fail", {"text": ""}, '{"error": "ToolError"}'),
-        ("result", {"kind": "none"}, "null"),
-        ("result", {"kind": "list"}, '[1, "zwölf"]'),
-        ("result", {"kind": "number"}, "0.5"),
-        ("result", {"kind": "date"}, '{"day": "2026-01-02"}'),
-        ("result", {"kind": "half"}, "half a character: ?"),
-        ("result", {"kind": "other"}, '{"error": "\'other\'"}'),
     ],
 )
 def test_a_call_is_answered_with_a_result_or_with_what_is_wrong(name, arguments, answer):
@@ -906,7 +768,7 @@ def test_a_choice_that_is_not_offered_is_named():
 
 
 def test_schemas_come_from_signatures_and_docstrings():
-    assert list(tool_methods(Bank)) == ["fail", "pay", "result", "wait"]
+    assert list(tool_methods(Bank)) == ["fail", "pay", "wait"]
     schema = tool_schemas(CLASSES["retail"])[0]["function"]
     assert schema["name"] == "cancel"
     assert schema["description"] == "Cancel an order that has not been shipped."
@@ -931,12 +793,3 @@ def test_a_domain_has_four_to_eight_documented_tools(domain):
     for function in functions:
         properties = function["parameters"]["properties"].values()
         assert all(text["description"] for text in (function, *properties))
-
-
-def test_drafts_follow_the_random_numbers_alone():
-    for domain in DEFAULT_DOMAINS:
-        draft_task = MODULES[domain].draft_task
-        for family in MODULES[domain].FAMILIES:
-            for branch, case in family.branches.items():
-                first, second = (draft_task(Random(3), family.name, branch, case) for _ in range(2))
-                assert first == second

@@ -12,7 +12,7 @@ import torch
 from transformers import AutoTokenizer
 
 from pipeline.config.settings import DEFAULT_DOMAINS
-from pipeline.embedded.generation import IDS
+from pipeline.embedded.cases import IDS
 from pipeline.environments.domains import Domain
 from pipeline.environments.experts import run_expert
 from pipeline.models.tiny import tiny_model, tiny_tokenizer

@@ -11,7 +11,7 @@ from datasets import Dataset
 from pipeline.config.cli import parse
 from pipeline.config.rules import left_out
 from pipeline.config.settings import Config
-from pipeline.data.shares import TaskMixture
+from pipeline.data.curriculum import TaskMixture
 from pipeline.data.splits import seen_of
 from pipeline.embedded.airline import generate_tasks
 from pipeline.environments.domains import load_domains

@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from pipeline.config.settings import Config
-from pipeline.embedded.scripted import PARTS
+from pipeline.embedded.cases import PARTS
 
 THREE = ("airline", "retail", "telecom")
 
