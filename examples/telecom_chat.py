@@ -24,8 +24,8 @@ from pipeline.embedded.telecom import (
     UserAction,
     done_by_user,
 )
-from pipeline.environments.customers import User
 from pipeline.environments.experts import Agent
+from pipeline.environments.tools import User
 
 POLICY = """
 You serve a phone company's customers through tools and in words. Look the line up first. Change

@@ -17,9 +17,9 @@ from pipeline.customers import Customers, served_domains
 from pipeline.data.rng import generator, stream_key
 from pipeline.data.tasks import Message, Task
 from pipeline.endpoints.language_model import LanguageModel
-from pipeline.environments.customers import reply_of
 from pipeline.environments.discovery import OF_THE_EPISODE, raw_call, tool_schemas
 from pipeline.environments.domains import Domain, load_domains
+from pipeline.environments.tools import reply_of
 from pipeline.errors import UserError
 from pipeline.export.checkpoint import RunCheckpoint, open_checkpoint
 from pipeline.files.console import command, styled

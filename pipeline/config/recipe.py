@@ -84,7 +84,9 @@ def resolve(path: Path, tree: Mapping[str, Any], flags: Mapping[tuple[str, ...],
     try:
         config = Config.model_validate(tree)
     except ValidationError as error:
-        wrong = error.errors(include_url=False)[-1]  # the last is of the widest of several types
+        faults = error.errors(include_url=False)
+        # The last is of the widest of several types; what is missing says more than what is odd.
+        wrong = next((fault for fault in faults if fault["type"] == "missing"), faults[-1])
         location = tuple(str(part) for part in wrong["loc"])
         if wrong["type"] == "extra_forbidden" and len(location) <= 2:
             raise UserError(one_line(f"{path}: {_unknown(location)}")) from None
@@ -93,9 +95,10 @@ def resolve(path: Path, tree: Mapping[str, Any], flags: Mapping[tuple[str, ...],
         if wrong["type"] in ("missing", "extra_forbidden"):
             reason = f"{location[-1]}: {reason}"
         raise UserError(one_line(f"{where}: got {shown(wrong['input'])}; {reason}")) from None
-    plain = config.model_dump(mode="json")
+    plain = config.model_dump()  # whose JSON form would have null for NaN
     for section, name in SETTINGS:
         value = plain[section][name]
+        value = str(value) if isinstance(value, Path) else value
         where = flags.get((section, name), f"{path}: {section}.{name}")
         if not is_plain(value):
             raise UserError(f"{where}: got {shown(value)}; give finite numbers and Unicode text")

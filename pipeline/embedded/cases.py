@@ -17,14 +17,13 @@ from functools import lru_cache, wraps
 from random import Random
 from typing import Any, ClassVar, NamedTuple, TypeVar, cast
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, Field, TypeAdapter
 
 from pipeline.data.curriculum import quota
 from pipeline.data.rng import generator, stream_key
 from pipeline.data.tasks import DIFFICULTIES, SPLITS, Task
-from pipeline.environments.customers import User
 from pipeline.environments.experts import Agent, Expert
-from pipeline.environments.tools import ToolError, tool_schemas
+from pipeline.environments.tools import ToolError, User, tool_schemas
 
 MAX_TASKS = 100_000  # largest number of tasks that one call of `generate` returns
 IDS = tuple(f"K{number:02d}" for number in range(60))  # possible ids of a task's records
@@ -44,6 +43,8 @@ class Database(BaseModel):
     case: Case = Field(default_factory=Case)
 
 
+_FACTS = TypeAdapter(list[str])
+_ANSWER = TypeAdapter[dict[str, str] | None](dict[str, str] | None)
 Tool = TypeVar("Tool", bound=Callable[..., Any])
 LOOKUPS = ("find_", "get_")  # name prefixes of lookups (tools that only read the database)
 PARTS = {  # the meaning of the reward's parts; a part is 0 or 1
@@ -134,10 +135,10 @@ class CaseEnvironment:
         self._steps = list[str]()
         self._db: Any = self.database_class.model_validate(payload["database"])
         self._expected = self.database_class.model_validate(payload["expected"])
-        self._facts: list[str] = payload["facts"]
+        self._facts = _FACTS.validate_python(payload["facts"])
         self._goal: dict[str, str] = payload.get("goal") or {}
         self.user: User | None = None
-        if answer := payload["answer"]:
+        if answer := _ANSWER.validate_python(payload["answer"]):
             self.user = ScriptedUser(answer["topic"], answer["words"], self._db.case, self._steps)
         self.done = False
         self.final_message = ""

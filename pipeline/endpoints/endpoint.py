@@ -17,8 +17,7 @@ from itertools import count
 from typing import Any
 
 from pipeline.data.tasks import Message
-from pipeline.environments.faults import Outage
-from pipeline.environments.waits import causes_of, seconds_of
+from pipeline.environments.faults import Outage, causes_of, seconds_of
 from pipeline.errors import UserError
 from pipeline.files.untrusted import (
     in_texts,

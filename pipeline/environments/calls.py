@@ -31,8 +31,8 @@ from pipeline.environments.faults import (
     is_outage,
     only_faults,
     too_long,
+    wait_of,
 )
-from pipeline.environments.waits import wait_of
 
 REPEAT_S = 1.0  # seconds between alarms; a late call may catch the first alarm's CallTimeout
 MAX_THREADS = 512  # largest number of threads for synchronous calls in the background

@@ -5,7 +5,7 @@ The tools are all public methods but `reset` and `get_reward`, or what the attri
 
 import inspect
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
 from functools import cache, cached_property, partialmethod, singledispatchmethod, wraps
 from itertools import islice
 from pathlib import Path
@@ -14,6 +14,7 @@ from typing import Any, TypeVar, get_type_hints
 
 from pydantic import TypeAdapter
 
+from pipeline.data.tasks import Task
 from pipeline.files.untrusted import is_plain, reason_of, shown
 
 Value = TypeVar("Value")
@@ -217,3 +218,28 @@ def _schema(name: str, tool: Callable[..., Any]) -> dict[str, Any]:
     except Exception as error:  # hints are code of the user
         raise TypeError(f"{name}{place_of(tool)}: {reason_of(error)}") from None
     return schema
+
+
+# Arguments: the policy (`rollout/own_loop.py`) and the task. Result: the reward.
+Play = Callable[[Any, Task], Coroutine[Any, Any, float]]
+OWN_LOOP = "_own_loop"  # attribute of an environment class that stands for a loop: the loop
+
+
+def environment_of(loop: Play) -> type[Any]:
+    """Return the class of environments that stand for a user's loop: they have no tools."""
+
+    class OwnLoop:
+        """The environment of an episode that a user's loop plays; it keeps the reward."""
+
+        reward: Any = 0.0
+
+        def reset(self, **row: Any) -> None:
+            """Start an episode; the loop makes its own conversations."""
+
+        def get_reward(self) -> Any:
+            """Return what the loop has returned."""
+            return self.reward
+
+    setattr(OwnLoop, OWN_LOOP, staticmethod(loop))
+    OwnLoop.__name__ = getattr(loop, "__name__", "OwnLoop")
+    return OwnLoop

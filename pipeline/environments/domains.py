@@ -30,6 +30,8 @@ from pipeline.data.tasks import Message, Task
 from pipeline.environments.calls import guarded
 from pipeline.environments.discovery import (
     MAX_ITEMS,
+    OWN_LOOP,
+    environment_of,
     raw_call,
     taken,
     taken_pairs,
@@ -38,9 +40,7 @@ from pipeline.environments.discovery import (
 )
 from pipeline.environments.experts import Expert, run_expert
 from pipeline.environments.faults import describe, only_faults
-from pipeline.environments.own_loops import OWN_LOOP, environment_of
-from pipeline.environments.random_state import RandomState
-from pipeline.environments.tools import writable
+from pipeline.environments.tools import RandomState, writable
 from pipeline.errors import UserError
 from pipeline.files.console import user_module
 from pipeline.files.untrusted import is_plain, one_line, shown

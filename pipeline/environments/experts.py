@@ -14,10 +14,10 @@ from typing import Any
 
 from pipeline.data.rng import choose, generator
 from pipeline.data.tasks import Message, Task
-from pipeline.environments.customers import reply_of
 from pipeline.environments.tools import (
     answer_call,
     is_done,
+    reply_of,
     reset_arguments,
     reward_of,
     run_here,

@@ -17,6 +17,7 @@ arguments and values of other types included. Its other methods are no tools. Be
 import dataclasses
 import inspect
 import json
+import random
 import re
 import sys
 from collections.abc import Awaitable, Callable, ItemsView, KeysView, Mapping, Sequence, ValuesView
@@ -25,11 +26,14 @@ from datetime import date, time
 from enum import Enum
 from itertools import islice
 from numbers import Complex, Real
-from typing import Any, NamedTuple
+from types import TracebackType
+from typing import Any, NamedTuple, Protocol
 
+import numpy as np
 from pydantic import BaseModel, ValidationError
 
-from pipeline.data.tasks import Message
+from pipeline.data.rng import stream_key
+from pipeline.data.tasks import Message, Task
 from pipeline.environments.calls import awaited
 from pipeline.environments.calls import run_here as run_here
 from pipeline.environments.calls import settled as settled
@@ -316,3 +320,52 @@ def writable(text: str) -> str:
 
 def error_result(text: str) -> str:
     return json.dumps({"error": text}, ensure_ascii=False)
+
+
+class User(Protocol):
+    """The simulated user, who talks with the trained model."""
+
+    def reply(self, message: str) -> str | None:
+        """Answer a message, or return None to end the conversation."""
+
+
+async def reply_of(environment: Any, message: str) -> str | None:
+    """Return the user's answer to `message`, or None if the conversation ends."""
+    user = getattr(environment, "user", None)
+    answer = None if user is None else await awaited(user.reply(message))
+    if answer is None:
+        return None
+    if not isinstance(answer, str):
+        raise TypeError(f"the user replied {type(answer).__name__}, not text or None")
+    return writable(answer)
+
+
+_numpy: Any = np.random  # mypy does not know the functions for the global bit generator
+
+
+class RandomState:
+    """The state of the global random number generators while one episode's environment runs.
+
+    The task (with `further` numbers) alone decides the initial state, so all episodes of a task
+    draw the same numbers, on any rank and after a resume. Inside the context the global generators
+    have the episode's state; after the context the generators have their earlier state. Only the
+    main thread may enter.
+    """
+
+    def __init__(self, task: Task, *further: int) -> None:
+        self._key = stream_key("environment", *task.key, *further)
+        self._state: Any = None  # state of `random`, or None before the first use
+        self._bits = np.random.MT19937(self._key)
+
+    def __enter__(self) -> None:
+        self._outer = random.getstate(), _numpy.get_bit_generator()
+        if self._state is None:
+            random.seed(self._key)
+        else:
+            random.setstate(self._state)
+        _numpy.set_bit_generator(self._bits)
+
+    def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
+        self._state = random.getstate()
+        random.setstate(self._outer[0])
+        _numpy.set_bit_generator(self._outer[1])

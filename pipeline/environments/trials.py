@@ -9,12 +9,12 @@ import numpy as np
 
 from pipeline.data.tasks import Message, Task
 from pipeline.environments.calls import guarded
+from pipeline.environments.discovery import OWN_LOOP
 from pipeline.environments.domains import Domain
 from pipeline.environments.experts import goal_of
 from pipeline.environments.faults import EnvironmentFault
-from pipeline.environments.own_loops import OWN_LOOP
-from pipeline.environments.random_state import RandomState
 from pipeline.environments.tools import (
+    RandomState,
     Started,
     may_wait,
     reward_of,

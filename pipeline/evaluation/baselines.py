@@ -13,10 +13,10 @@ from pipeline.environments.calls import Calls
 from pipeline.environments.discovery import taken, taken_pairs
 from pipeline.environments.domains import Call, Domain, refused
 from pipeline.environments.experts import call_message
-from pipeline.environments.random_state import RandomState
 from pipeline.environments.tools import (
     EnvironmentFault,
     Judge,
+    RandomState,
     answer_call,
     give_judge,
     reward_of,

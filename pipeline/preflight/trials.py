@@ -16,11 +16,10 @@ from pipeline.environments.demonstrations import (
     demonstrations_of,
     has_demonstrations,
 )
+from pipeline.environments.discovery import OWN_LOOP
 from pipeline.environments.domains import Domain, generated
 from pipeline.environments.faults import EnvironmentFault
-from pipeline.environments.own_loops import OWN_LOOP
-from pipeline.environments.random_state import RandomState
-from pipeline.environments.tools import run_here, started, tool_schemas
+from pipeline.environments.tools import RandomState, run_here, started, tool_schemas
 from pipeline.environments.trials import try_expert
 from pipeline.errors import UserError
 from pipeline.files.untrusted import one_line, shown

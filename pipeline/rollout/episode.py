@@ -21,10 +21,9 @@ from pipeline.customers import Welcome
 from pipeline.data.tasks import Message, Task
 from pipeline.environments import tools
 from pipeline.environments.calls import Calls
-from pipeline.environments.customers import reply_of
+from pipeline.environments.discovery import OWN_LOOP, Play
 from pipeline.environments.faults import EnvironmentFault, FaultLog
-from pipeline.environments.own_loops import OWN_LOOP, Play
-from pipeline.environments.random_state import RandomState
+from pipeline.environments.tools import RandomState, reply_of
 from pipeline.rollout.own_loop import LoopPolicy, play
 from pipeline.rollout.trajectory import Conversation, Policy, StopReason, Trajectory
 

@@ -17,8 +17,7 @@ from pipeline.config.settings import RolloutSettings
 from pipeline.data.rng import stream_key
 from pipeline.data.rows import messages_problem, with_usual_messages
 from pipeline.data.tasks import Message, Task
-from pipeline.environments.discovery import schemas_problem
-from pipeline.environments.own_loops import Play
+from pipeline.environments.discovery import Play, schemas_problem
 from pipeline.files.untrusted import is_plain
 from pipeline.rollout.trajectory import Conversation, Policy, StopReason, Trajectory
 

@@ -19,11 +19,10 @@ from pipeline.config.rules import reward_names
 from pipeline.config.settings import Config
 from pipeline.data.tasks import Message, Task
 from pipeline.environments.calls import Calls, awaited, run
+from pipeline.environments.discovery import OWN_LOOP
 from pipeline.environments.domains import imported
 from pipeline.environments.faults import EnvironmentFault, FaultLog, describe, only_faults
-from pipeline.environments.own_loops import OWN_LOOP
-from pipeline.environments.random_state import RandomState
-from pipeline.environments.tools import MAX_REWARD, as_number, writable
+from pipeline.environments.tools import MAX_REWARD, RandomState, as_number, writable
 from pipeline.errors import UserError
 from pipeline.files.untrusted import shown
 from pipeline.rollout.trajectory import StopReason, Trajectory

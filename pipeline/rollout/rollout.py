@@ -13,9 +13,8 @@ from pipeline.chat.text import Parsed
 from pipeline.config.settings import RolloutSettings
 from pipeline.customers import Welcome, record
 from pipeline.environments.calls import TICK_S, Calls, run
-from pipeline.environments.customers import reply_of
 from pipeline.environments.faults import FaultLog
-from pipeline.environments.tools import Judge
+from pipeline.environments.tools import Judge, reply_of
 from pipeline.models.rank_memory import give_memory_back, is_out_of_memory
 from pipeline.rollout.episode import Episode, Reply, Shared, Watch
 from pipeline.rollout.episode import RolloutRequest as RolloutRequest

@@ -36,8 +36,8 @@ from datasets import disable_progress_bars
 from pipeline.config.cli import parse
 from pipeline.data.tasks import Task
 from pipeline.environments import Domain, load_domains
-from pipeline.environments.random_state import RandomState
 from pipeline.environments.tools import (
+    RandomState,
     ToolAnswer,
     answer_call,
     reward_of,

@@ -9,8 +9,7 @@ import pytest
 
 from pipeline.endpoints import endpoint as module
 from pipeline.endpoints.endpoint import Endpoint, Refused
-from pipeline.environments.faults import Outage
-from pipeline.environments.waits import seconds_of
+from pipeline.environments.faults import Outage, seconds_of
 from pipeline.errors import UserError
 from pipeline.files.untrusted import one_line, printable, shown
 from tests.support.endpoint import CERTIFICATE, USELESS, SafeServer, calling, serving

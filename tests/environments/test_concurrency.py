@@ -12,11 +12,11 @@ import pytest
 
 from pipeline.config.settings import RolloutSettings
 from pipeline.environments.calls import Calls, run
-from pipeline.environments.customers import reply_of
 from pipeline.environments.tools import (
     answer_call,
     may_wait,
     outcome_of,
+    reply_of,
     settled,
     started,
 )

@@ -16,8 +16,13 @@ from pipeline.config.cli import parse
 from pipeline.config.settings import Config
 from pipeline.environments import load_domains
 from pipeline.environments.discovery import no_tools, tool_problem
-from pipeline.environments.random_state import RandomState
-from pipeline.environments.tools import call_tool, reset_arguments, tool_methods, tool_schemas
+from pipeline.environments.tools import (
+    RandomState,
+    call_tool,
+    reset_arguments,
+    tool_methods,
+    tool_schemas,
+)
 from pipeline.environments.trials import try_task
 from pipeline.errors import UserError
 from pipeline.preflight.prepare import prepare

@@ -12,9 +12,9 @@ import pytest
 from pipeline.config.settings import DataSettings, RolloutSettings
 from pipeline.environments import load_domains
 from pipeline.environments.calls import settled
+from pipeline.environments.discovery import environment_of
 from pipeline.environments.domains import generated
 from pipeline.environments.faults import Outage
-from pipeline.environments.own_loops import environment_of
 from pipeline.errors import UserError
 from pipeline.rollout.own_loop import EpisodeOver
 from pipeline.rollout.rewards import RewardFunction, RewardFunctions
