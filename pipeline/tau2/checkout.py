@@ -68,7 +68,7 @@ class Checkout:
     @cached_property
     def tasks(self) -> dict[str, dict[str, Any]]:
         """All tasks by id, as the data file has them."""
-        return {task["id"]: task for task in self._json("tasks.json")}
+        return {task["id"]: task for task in self._json("tasks.json", list)}
 
     def instructions(self, task_id: str) -> dict[str, Any]:
         """Return the parts of the customer's instructions by name."""
@@ -78,7 +78,7 @@ class Checkout:
     @cached_property
     def splits(self) -> dict[str, list[str]]:
         """The official splits: lists of ids of tasks."""
-        splits: dict[str, list[str]] = self._json("split_tasks.json")
+        splits: dict[str, list[str]] = self._json("split_tasks.json", dict)
         for split in ("train", "test", "base", *["full"] * (self.name == "telecom")):
             unknown = [i for i in splits.get(split, [""]) if i not in self.tasks]
             if unknown:
@@ -87,12 +87,15 @@ class Checkout:
                 raise UserError(f"tau2: {file} lacks the task {task} of the split {split}")
         return splits
 
-    def _json(self, file: str) -> Any:
+    def _json(self, file: str, kind: type[Any]) -> Any:
         path = self.folder / file
         try:
-            return json.loads(path.read_text(encoding="utf-8"))
+            value = json.loads(path.read_text(encoding="utf-8"))
         except ValueError as error:
             raise UserError(f"tau2: {path} is cut off or no JSON ({error})") from None
+        if not isinstance(value, kind):
+            raise UserError(f"tau2: {path} holds no {kind.__name__}; check the file out again")
+        return value
 
     @cached_property
     def greeting(self) -> str:
@@ -132,11 +135,12 @@ class Checkout:
                 EnvAssertion=tasks.EnvAssertion,
                 ToolCall=importlib.import_module("tau2.data_model.message").ToolCall,
             )
-        except ImportError as error:
-            hint = "pip install -e '.[tau2]' in the folder of this project"
-            if str(error.name).startswith("tau2"):
-                hint = "give a whole checkout of sierra-research/tau2-bench"
-            what = f"the code of {self.path} does not load ({one_line(str(error))})"
+        except (ImportError, AttributeError, ValueError, SyntaxError) as error:
+            hint = "give a whole checkout of sierra-research/tau2-bench"
+            if isinstance(error, ModuleNotFoundError) and not str(error.name).startswith("tau2"):
+                hint = "pip install -e '.[tau2]' in the folder of this project"
+            why = f"{type(error).__name__}: {one_line(str(error))}"
+            what = f"the code of {self.path} does not load ({why})"
             raise UserError(f"tau2: {what}; {hint}") from None
 
     def make_environment(self) -> Any:

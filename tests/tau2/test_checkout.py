@@ -30,6 +30,7 @@ def test_another_project_or_domain_is_refused_by_name(tmp_path, miniature):
     [
         *((file, "", "is missing or empty") for file in ("db.json", "policy.md", "tasks.json")),
         ("tasks.json", "[", "is cut off or no JSON"),
+        ("tasks.json", "{}", "holds no list"),
         ("split_tasks.json", '{"train": [', "is cut off or no JSON"),
         ("split_tasks.json", '{"train": [], "test": ["77"]}', "lacks the task '77' of the split"),
     ],
