@@ -28,7 +28,8 @@ _TOKEN = re.compile(
     r"|\b(?:gh[a-z]_|gsk_|sk_live_)[A-Za-z0-9]{16,}|\bAIza[\w-]{30,}"
     r"|(?<=\bBearer )\s*(?:(?=\S*\d)[\w.~+/=-]{12,}|[\w.~+/=-]{20,})"
     r"|(?<=\bBasic )\s*(?=\S*[\d=])[\w+/=-]{12,}"
-    r"|[\w-]*api[-_]?key['\"]?\s*[:=]\s*['\"]?(?=\S*\d)[\w.~+/-]{8,}=*"
+    # From the begin of a word alone, or a word of 100,000 letters would take minutes.
+    r"|(?<![\w-])[\w-]{0,64}?api[-_]?key['\"]?\s*[:=]\s*['\"]?(?=\S*\d)[\w.~+/-]{8,}=*"
     r"|(?<=[?&])(?:[a-z_]*token|[a-z_]*key|password|sig|signature)=[^&\s'\"]+",
     re.IGNORECASE,
 )

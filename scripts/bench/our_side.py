@@ -4,8 +4,6 @@ For `vs_trl.py` it waits after each step. For `scaling.py` (work of the kind "bl
 each block of steps; a process is one of several connected ranks, or does one rank's work alone.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys
@@ -180,8 +178,16 @@ class Measured(Training):
     gate: Gate
 
     def begin_grpo(self) -> Any:
-        self.exchange = Exchange(self.work.device)
-        collectives.add_up = self.exchange  # which the updater gives to DDP
+        self.exchange = exchange = Exchange(self.work.device)
+
+        # DDP takes a function with these annotations alone.
+        def add_up(
+            state: Any, bucket: torch.distributed.GradBucket
+        ) -> torch.futures.Future[torch.Tensor]:
+            sums: torch.futures.Future[torch.Tensor] = exchange(state, bucket)
+            return sums
+
+        collectives.add_up = add_up  # which the updater gives to DDP
         meter = super().begin_grpo()
         self.sampled_s = [0.0]  # cumulative seconds before and after each step of the block
         self.seen = 0

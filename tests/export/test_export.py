@@ -360,5 +360,5 @@ def test_what_has_no_effect_is_told():
     assert [line.partition(":")[0] for line in left_out(parse([*pushed, "--no-grpo"]))] == [
         *("push_to_hub", "keep_best"),
     ]
-    assert [*left_out(parse(pushed))] == []
-    assert "without push_to_hub" in next(left_out(parse(["--hub-model-id", "me/desk"])))
+    assert left_out(parse(pushed)) == []
+    assert "without push_to_hub" in left_out(parse(["--hub-model-id", "me/desk"]))[0]

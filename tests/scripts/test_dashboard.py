@@ -9,8 +9,8 @@ import pytest
 
 from pipeline.files.durable import read_records
 from pipeline.rollout.trajectory import StopReason
-from pipeline.tracking.log import numbers, rows_of
 from pipeline.tracking.run_files import episode_rows, final_numbers
+from pipeline.tracking.wandb import numbers, rows_of
 from scripts import wandb_dashboard
 from tests.support.warm import play
 

@@ -114,7 +114,7 @@ def test_what_is_no_setting_or_no_range_is_refused(word: str, refusal: str) -> N
 @pytest.mark.parametrize(
     ("words", "refusal"),
     [
-        (["--search", "replay=0..1.5"], "error: --replay: got 1.5; it should be less than 1"),
+        (["--search", "replay=0..1.5"], "error: --replay: got 1.5; Input should be less than 1"),
         (
             [*BETA, "--max-steps", "9", "--validation-steps", "0"],
             "error: validation_steps: got 0 of 9 steps",

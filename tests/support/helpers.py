@@ -163,23 +163,25 @@ class ScriptedSampler:
         self.contexts |= {key: list(ids) for key, ids in zip(keys, prompts, strict=True)}
         return list(keys)
 
-    def extend(self, episode: int, ids: list[int]) -> None:
-        self.contexts[episode] += ids
+    def extend(self, conversation: int, ids: list[int]) -> None:
+        self.contexts[conversation] += ids
 
-    def close(self, episode: int) -> None:
+    def close(self, conversation: int) -> None:
         self.num_open -= 1
 
     def sample(
         self,
-        episodes: Sequence[int],
+        conversations: Sequence[int],
         max_tokens: Sequence[int],
         greedy: bool = False,
         until: int | None = None,
     ) -> list[Sampled | None]:
         """The first `until` conversations, in their order, complete their messages."""
         self.limits += max_tokens
-        said = [self._say(*pair) for pair in list(zip(episodes, max_tokens, strict=True))[:until]]
-        return said + [None] * (len(episodes) - len(said))
+        said = [
+            self._say(*pair) for pair in list(zip(conversations, max_tokens, strict=True))[:until]
+        ]
+        return said + [None] * (len(conversations) - len(said))
 
     def _say(self, key: int, room: int) -> Sampled:
         ids = chat().message_ids(self.scripts[key].pop(0))

@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -293,7 +294,8 @@ def test_progress_of_many_steps_without_rewards_stays_short(capsys):
 
 def test_episodes_are_a_line_per_minute_without_a_terminal(capsys, monkeypatch):
     passed = iter([0, 50, 70, 90, 140])
-    monkeypatch.setattr("pipeline.tracking.progress.time.monotonic", lambda: next(passed))
+    clock = SimpleNamespace(monotonic=lambda: next(passed))  # other threads have their own
+    monkeypatch.setattr("pipeline.tracking.progress.time", clock)
     with episodes_of("evaluation after start", 360, Ranks(0, 1, 5)) as count:
         for number in (1, 239, 100, 20):
             count(number)

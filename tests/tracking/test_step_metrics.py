@@ -46,7 +46,7 @@ def test_profile_names_steps_that_are_trained():
     assert config.run.profile == [2, 3]
     assert "steps with a torch.profiler trace" in build_parser(config).format_help()
     for argv, message in (
-        (["--profile", "0"], "--profile: got '0'; it should be greater than 0"),
+        (["--profile", "0"], "--profile: got '0'; Input should be greater than 0"),
         (["--profile", "9", "--max-steps", "8"], "profile: got step 9, but 8 are trained"),
         (["--profile", "1", "--no-grpo"], "profile: got step 1, but 0 are trained"),
     ):
