@@ -13,7 +13,7 @@ import json
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache, wraps
+from functools import wraps
 from random import Random
 from typing import Any, ClassVar, NamedTuple, TypeVar, cast
 
@@ -45,6 +45,8 @@ class Database(BaseModel):
 
 _FACTS = TypeAdapter(list[str])
 _ANSWER = TypeAdapter[dict[str, str] | None](dict[str, str] | None)
+_STEPS: dict[tuple[type, str], tuple[str, ...]] = {}  # the expert's, by class and payload
+MAX_STEPS = 1024  # largest number of tasks for which `_STEPS` holds the expert's steps
 Tool = TypeVar("Tool", bound=Callable[..., Any])
 LOOKUPS = ("find_", "get_")  # name prefixes of lookups (tools that only read the database)
 PARTS = {  # the meaning of the reward's parts; a part is 0 or 1
@@ -130,8 +132,8 @@ class CaseEnvironment:
     _expert: ClassVar[staticmethod[[Agent, Any], str]]
 
     def reset(self, **row: Any) -> str | None:
-        self._payload = row["payload"]
-        payload = json.loads(self._payload)
+        self._row = row
+        payload = json.loads(row["payload"])
         self._steps = list[str]()
         self._db: Any = self.database_class.model_validate(payload["database"])
         self._expected = self.database_class.model_validate(payload["expected"])
@@ -148,8 +150,7 @@ class CaseEnvironment:
 
     def get_reward(self) -> float:
         words = re.findall(r"[a-z0-9_]+", self.final_message.lower())
-        kind: Any = type(self)  # mypy takes the hash of a class for that of its objects
-        steps = _expert_steps(kind, self._payload) if self._goal else self._steps
+        steps = self._expert_steps() if self._goal else self._steps
         parts = {
             "ended": self.done or bool(self.final_message),
             "facts": all(fact in words for fact in self._facts),
@@ -163,6 +164,18 @@ class CaseEnvironment:
         if not parts["database"]:
             self.difference |= difference(self._db.model_dump(), self._expected.model_dump())
         return float(all(parts.values()))
+
+    def _expert_steps(self) -> tuple[str, ...]:
+        """Let the expert solve this task in a new environment; return the expert's steps."""
+        key = type(self), self._row["payload"]  # the key is the same in all episodes of a task
+        if key not in _STEPS:
+            if len(_STEPS) >= MAX_STEPS:
+                _STEPS.clear()
+            environment = type(self)()
+            environment.reset(**self._row)
+            self._expert(Agent(environment, Random(0)), self._goal)
+            _STEPS[key] = tuple(environment._steps)
+        return _STEPS[key]
 
     def _transfer(self, reason: str) -> dict[str, str]:
         self._db.case.transferred = reason
@@ -191,15 +204,6 @@ class CaseEnvironment:
         if key not in records:
             raise ToolError(f"no {key}")
         return records[key]
-
-
-@lru_cache(maxsize=1024)  # all episodes of a task have the same steps
-def _expert_steps(kind: Any, payload: str) -> tuple[str, ...]:
-    """Let the expert solve a task in a new environment of a class; return the expert's steps."""
-    environment = kind()
-    environment.reset(payload=payload)
-    environment._expert(Agent(environment, Random(0)), environment._goal)
-    return tuple(environment._steps)
 
 
 def follows(steps: Sequence[str], wanted: Sequence[str]) -> bool:
