@@ -139,9 +139,11 @@ def tasks_of_step(stage: Stage, step: int, sources: Mapping[str, Source], seed: 
         domain = stage.schedule[number]
         groups = {domain: groups[domain]}
         number = stage.schedule[:number].count(domain)
-    key = (seed, "order", stage.name)
-    tasks = (tasks_of_source(sources[d], n, number, *key, d) for d, n in groups.items())
-    return [task for of_domain in tasks for task in of_domain]
+    tasks = list[Task]()
+    for domain, count in groups.items():
+        source = sources[domain]
+        tasks += tasks_of_source(source, count, number, seed, "order", stage.name, domain)
+    return tasks
 
 
 def tasks_of_source(source: Source, count: int, step: int, *key: int | str) -> list[Task]:
