@@ -409,7 +409,7 @@ def test_a_machine_that_never_comes_is_one_line(environment):
             [*ACCELERATE, "--config_file", str(CONFIGS / "multi_gpu.yaml"), "--num_processes=2"],
             ["--num-gpus", "2"],
         ),
-        ([*TORCHRUN, "--nproc_per_node=2"], []),
+        pytest.param([*TORCHRUN, "--nproc_per_node=2"], [], marks=pytest.mark.proof),
         pytest.param(ACCELERATE, ["--num-gpus", "2"], marks=pytest.mark.proof),
     ],
     ids=["multi_gpu.yaml", "torchrun", "no configuration"],

@@ -81,7 +81,7 @@ def graded(completions, answer, **_):
     if len(calls) > 2:  # not while the run checks the function
         fork.Process(target=time.sleep, args=(600,), daemon=True).start()
         print("forked", flush=True)
-        time.sleep(15)
+        time.sleep(5)
     return [1.0 for _ in answer]
 """
 

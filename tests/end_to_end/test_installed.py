@@ -48,6 +48,11 @@ def test_the_lowest_versions_are_the_lower_bounds():
     assert tested == declared
 
 
+def test_an_installed_wheel_has_its_recipes_and_checks_one(tmp_path: Path) -> None:
+    said = said_by(installed_wheel(tmp_path), "train", "--check", "--config", "mixed", cwd=tmp_path)
+    assert said.startswith("recipe mixed: ")
+
+
 @pytest.mark.proof
 @pytest.mark.parametrize("kind", ["wheel", "sdist"])
 def test_two_ranks_train_in_an_environment_that_pip_has_filled(kind: str, tmp_path: Path) -> None:

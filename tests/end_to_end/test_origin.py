@@ -106,6 +106,7 @@ def test_other_base_weights_under_adapters_are_refused(tmp_path: Path):
     begun = [
         *(*SHORT, "--domains", "airline", "--eval-tasks-per-domain", "2", "--max-turns", "1"),
         *("--model", "base", "--use-peft", "--max-steps", "1", "--output-dir", "out"),
+        *("--tasks-per-domain", "8"),
     ]
     play(*begun, cwd=tmp_path, num_ranks=1)
     again = [*begun, "--resume-from-checkpoint", "latest"]

@@ -8,7 +8,14 @@ from tests.support import random_qwen3, warm
 from tests.support.tau2_miniature import write
 
 
-@pytest.mark.parametrize("recipe", ["qwen3_0.6b_1gpu", "qwen3_4b_8gpu", "qwen3_8b_lora_8gpu"])
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        pytest.param("qwen3_0.6b_1gpu", marks=pytest.mark.proof),
+        pytest.param("qwen3_4b_8gpu", marks=pytest.mark.proof),
+        "qwen3_8b_lora_8gpu",
+    ],
+)
 def test_two_steps_of_a_recipe(recipe, tmp_path):
     model = random_qwen3.write(tmp_path / "model", write(tmp_path / "texts"))
     few = [

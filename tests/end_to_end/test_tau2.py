@@ -114,6 +114,7 @@ def test_the_recipe_of_telecom_runs(tmp_path):
     ]
 
 
+@pytest.mark.proof
 def test_the_recipe_of_qwen3_is_checked_and_runs_with_prompts_in_full(checkout, tmp_path):
     recipe = ["--config", "qwen3_4b_tau2_8gpu", "--tau2", checkout, "--customer-model", "m"]
     said = said_by(tmp_path, "run.py", *recipe, "--check")

@@ -25,6 +25,7 @@ pytestmark = pytest.mark.whole_run
 
 SHORT = [
     *("--warm-start-steps", "6", "--tasks-per-step", "4", "--num-generations", "4"),
+    *("--tasks-per-domain", "40"),
     *("--eval-tasks-per-domain", "2", "--eval-trials", "1", "--validation-steps", "0"),
     *("--report-to", "none"),
 ]
@@ -45,7 +46,7 @@ def results(folder: Path) -> dict[str, Any]:
 
 SMALL = [
     *("--tasks-per-step", "4", "--num-generations", "4", "--max-tokens-per-turn", "24"),
-    *("--max-turns", "5"),
+    *("--max-turns", "5", "--tasks-per-domain", "40"),
     *("--eval-tasks-per-domain", "1", "--eval-trials", "1", "--validation-steps", "0"),
     *("--report-to", "none"),
 ]

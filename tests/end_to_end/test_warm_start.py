@@ -406,7 +406,9 @@ def test_any_number_of_ranks_warm_starts_alike():
         assert steps == alone[2] == 3
 
 
-@pytest.mark.parametrize("shards", [False, True], ids=["", "shard_optimizer"])
+@pytest.mark.parametrize(
+    "shards", [False, pytest.param(True, marks=pytest.mark.proof)], ids=["", "shard_optimizer"]
+)
 def test_a_deterministic_warm_start_has_the_same_bits_on_three_ranks(shards):
     alone, *three = played(1, True) + played(3, True, shards)
     for parameters, loss, _ in three:
