@@ -9,7 +9,7 @@ import json
 import time
 import warnings
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, closing
 from datetime import timedelta
 
 import torch
@@ -193,6 +193,7 @@ class Training(RunState):
         done = step - stage.first_step
         learning_rate = learning_rate_at(done, stage.num_steps, self.peak, settings)
         with self.ranks.phase("update", stage.name, step + 1):
+            self.learner.sampling.sampler.rest()
             found = [
                 self.updater.update_policy(
                     batch.trajectories,
@@ -381,7 +382,7 @@ def main(config: Config, make_training: Callable[..., Training] = Training) -> i
             raise fault or error from None
         for line in lines:
             training.say(line)
-        with training.log:
+        with training.log, closing(training.learner):
             try:
                 code = training.run()
             except Exception as error:

@@ -235,6 +235,10 @@ class RolloutSettings(Section):
     )
     max_tool_result_tokens: PositiveInt = field(64, "tokens of a tool result; more is an error")
     max_concurrent_episodes: PositiveInt = field(512, "episodes that a rank samples at once")
+    sampler: Literal["auto", "own", "generate", "vllm"] = field(
+        "auto", "what samples; auto: own, or generate where own cannot"
+    )
+    vllm_memory: float = field(0.3, "share of a rank's memory for vLLM", gt=0, lt=1)
     call_timeout: PositiveFloat = field(120.0, "seconds per call of an environment")
     rollout_timeout: PositiveFloat | None = field(None, "seconds until all waits end; null: none")
     max_error_rate: Share = field(0.5, "share of failed episodes that ends a run; 1: none")

@@ -103,7 +103,8 @@ class Learner:
         self._ranks = ranks
         self._config = config
         self.updater: Updater | None = None
-        self._module: TokenLogprobs | None = None  # of the comparisons with the sampler
+        # By temperature, for the comparisons with the sampler.
+        self._modules: dict[float, TokenLogprobs] = {}
         self._prompt = list[int]()  # of `check_agreement`
         self.note = fix_rotary(model, config.rollout.max_tokens)  # for the user, or empty
         self.model = model.to(accelerator.device)
@@ -130,13 +131,18 @@ class Learner:
         config = self._config
         chat = self.rollout.chat
         base = base_of_adapters(self.model, config.model, checkpointer)
-        vars(self.sampling).pop("sampler", None)  # frees its memory
+        self.close()
         dtype = dtype_of(config.model)
         adapted = lora.attach(self.model, config.model, base, config.run.seed, dtype)
         self.model = adapted.to(self.accelerator.device)
         set_weights(self.model, config, chat.tokenizer, folder)
         self.sampling.sampler = self._sampler(chat, is_main=False)
         self.check_agreement(self._prompt)
+
+    def close(self) -> None:
+        """Free the sampler, if there is one."""
+        if (sampler := vars(self.sampling).pop("sampler", None)) is not None:
+            sampler.end()
 
     def check_agreement(self, prompt: list[int]) -> None:
         """Raise UserError on all ranks if sampler and training compute other log-probabilities.
@@ -146,7 +152,7 @@ class Learner:
         self._prompt = prompt
         refuse_disagreement(
             self.sampling.sampler,
-            self._trained(),
+            self._trained(self._config.rollout.temperature),
             self.accelerator,
             self._ranks,
             self._config,
@@ -157,15 +163,16 @@ class Learner:
         """Give the sampler the model's weights; raises RunError if it then has other weights."""
         self.sampling.sampler.load_weights(trained_weights(self.model))
         when = str(self._ranks.current)
-        self._probe.check(self.sampling.sampler, self._trained(), self.accelerator, when)
+        self._probe.check(self.sampling.sampler, self._trained(1.0), self.accelerator, when)
 
-    def _trained(self) -> TokenLogprobs:
-        limits = self._config.rollout
-        if self._module is None or self._module.model is not self.model:
+    def _trained(self, temperature: float) -> TokenLogprobs:
+        module = self._modules.get(temperature)
+        if module is None or module.model is not self.model:
             # The updater's module computes under autocast only.
-            module = TokenLogprobs(self.model, limits.temperature, max_tokens=limits.max_tokens)
-            self._module = module.eval()
-        return self._module
+            limits = self._config.rollout
+            module = TokenLogprobs(self.model, temperature, max_tokens=limits.max_tokens).eval()
+            self._modules[temperature] = module
+        return module
 
     def module_to_train(self) -> TokenLogprobs:
         """Return the module that an Updater trains."""

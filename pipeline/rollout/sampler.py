@@ -8,6 +8,7 @@ import torch
 
 from pipeline.chat.template import Chat
 from pipeline.config.settings import RolloutSettings
+from pipeline.errors import UserError
 from pipeline.files.untrusted import shown
 from pipeline.models.capabilities import other_stops, why_generate
 from pipeline.models.lora import base_model
@@ -43,7 +44,8 @@ class Sampler(Protocol):
     def logprobs(self, ids: list[int]) -> torch.Tensor:
         """Return log-probabilities of all `ids` but the first, [T - 1] float32 on CPU, in nats.
 
-        The call draws nothing, changes no open conversation, and adds to no counter.
+        They are at temperature 1. The call draws nothing, changes no open conversation, and adds to
+        no counter.
         """
 
     def open(
@@ -78,6 +80,15 @@ class Sampler(Protocol):
     def close(self, conversation: Handle) -> None:
         """End a conversation, even if its message is incomplete; the handle becomes invalid."""
 
+    def rest(self) -> None:
+        """Free the memory that an update needs; `load_weights` takes the memory back.
+
+        No conversation may be open.
+        """
+
+    def end(self) -> None:
+        """Free everything; the sampler cannot be used any more."""
+
 
 def make_sampler(
     model: Any,
@@ -88,18 +99,26 @@ def make_sampler(
     *,
     row_sampler: type[RowSampler] = RowSampler,
 ) -> Sampler:
-    """Return the fastest sampler that can serve the model.
+    """Return the sampler that the setting `sampler` names, or the fastest that can serve the model.
 
-    Models with full attention, at lengths up to `settings.max_tokens`, get a sampler of the class
-    `row_sampler`, other models get a GenerateSampler. Raises UserError if no sampler can serve the
-    model.
+    With `auto`, models with full attention, at lengths up to `settings.max_tokens`, get a sampler
+    of the class `row_sampler`, and other models get a GenerateSampler. Raises UserError if the
+    sampler cannot serve the model.
     """
     plain = base_model(model)
-    why = why_generate(plain, settings.max_tokens)
     stops = other_stops(plain, chat)
     if stops and is_main:
         also = ", ".join(map(shown, chat.tokenizer.convert_ids_to_tokens(stops)))
         print(f"messages end at {chat.end_of_turn}, and by the model's files at {also}", flush=True)
+    if settings.sampler == "vllm":
+        from pipeline.rollout.vllm_sampler import VLLMSampler  # few runs need vLLM
+
+        return VLLMSampler(model, settings, dtype, [chat.end_of_turn_id, *stops])
+    why = why_generate(plain, settings.max_tokens)
+    if settings.sampler == "own" and why is not None:
+        raise UserError(f"sampler: got own, which cannot sample this model ({why}); set generate")
+    if settings.sampler == "generate":
+        why = "the setting sampler asks for it"
     make: Callable[..., Sampler] = partial(row_sampler, max_tokens=settings.max_tokens)
     if why is not None:
         make = GenerateSampler

@@ -207,8 +207,15 @@ class ModelSampler:
     def logprobs(self, ids: list[int]) -> torch.Tensor:
         """See `Sampler.logprobs`."""
         ids_T = torch.tensor(ids, device=self.device)
-        logprobs_TV = self._logprobs(self._hidden(ids_T)[:-1])
+        logits_TV = self.model.get_output_embeddings()(self._hidden(ids_T)[:-1])
+        logprobs_TV = logprobs_of(logits_TV, 1.0)
         return logprobs_TV.gather(-1, ids_T[1:, None])[:, 0].cpu()
+
+    def rest(self) -> None:
+        """See `Sampler.rest`. The cache is already free when no conversation is open."""
+
+    def end(self) -> None:
+        """See `Sampler.end`."""
 
     def _logprobs(self, hidden: torch.Tensor) -> torch.Tensor:
         return logprobs_of(self.model.get_output_embeddings()(hidden), self.temperature)

@@ -473,7 +473,7 @@ def test_a_wrong_recipe_is_refused_in_one_line(text, words, recipe):
         ("lr", "lr: called `learning_rate` here"),
         ("use_lora", "use_lora: called `use_peft` here"),
         ("bf16", "bf16: write `mixed_precision` bf16"),
-        ("vllm_mode", "vllm_mode: the pipeline has its own sampler"),
+        ("vllm_mode", "vllm_mode: write `sampler` vllm"),
         ("dataset_name", "write `domains` DOMAIN and `tasks` '{DOMAIN: SOURCE}'"),
         ("steps", "write `max_steps` for GRPO, or `warm_start_steps` for the warm start"),
         ("per_device_train_batch_size", "`tasks_per_step` groups of `num_generations`"),
