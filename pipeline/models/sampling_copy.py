@@ -85,25 +85,29 @@ class SamplingCopy:
         """
         self.unpack()
         own_weights = self._adapters or dict(self.model.named_parameters())
-        for own, tensor in _paired(own_weights, weights):
+        shapes = {name: own.shape for name, own in own_weights.items()}
+        for name, tensor in complete(weights, shapes):
+            own = own_weights[name]
             if self._adapters is None and (own.dtype, own.device) == (tensor.dtype, tensor.device):
                 own.data = tensor.detach()
             else:
                 own.copy_(tensor)
 
 
-def _paired(
-    own: Mapping[str, torch.Tensor], weights: Weights
-) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    left = dict(own)
+def complete(
+    weights: Weights, shapes: Mapping[str, torch.Size]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the weights; raise ValueError unless they have exactly these names and shapes."""
+    left = dict(shapes)
     for name, tensor in weights:
         if name not in left:
-            problem = "is given twice" if name in own else "is not one of the sampler's"
+            problem = "is given twice" if name in shapes else "is not one of the sampler's"
             raise ValueError(f"weights: {name} {problem}; give those of the original model")
-        if tensor.shape != left[name].shape:
-            shapes = f"{list(tensor.shape)}, but {list(left[name].shape)} is the sampler's"
-            raise ValueError(f"weights: {name} has the shape {shapes}")
-        yield left.pop(name), tensor
+        if tensor.shape != left[name]:
+            both = f"{list(tensor.shape)}, but {list(left[name])} is the sampler's"
+            raise ValueError(f"weights: {name} has the shape {both}")
+        del left[name]
+        yield name, tensor
     if left:
         raise ValueError(f"weights: {next(iter(left))} is missing")
 

@@ -27,7 +27,7 @@ from pipeline.errors import RunError, UserError
 from pipeline.files.untrusted import reason_of, shown
 from pipeline.models.lora import base_model
 from pipeline.models.rank_memory import is_out_of_memory, memory_of_rank
-from pipeline.models.sampling_copy import Weights, has_adapters
+from pipeline.models.sampling_copy import Weights, complete, has_adapters, trained_weights
 from pipeline.rollout.trajectory import Sampled
 
 VERSIONS = ((0, 32), (0, 34))  # the first version that serves, and the first that was not tried
@@ -73,6 +73,7 @@ class VLLMSampler:
         self._adapter_config = model.peft_config["default"] if has_adapters(model) else None
         self._adapter: Any = None  # vLLM's request for the present adapters
         self._num_adapters = 0
+        self._shapes = {name: weight.shape for name, weight in trained_weights(model)}
         plain = base_model(model)
         self._is_on_cpu = next(plain.parameters()).device.type == "cpu"
         self._embedding = next(
@@ -157,6 +158,7 @@ class VLLMSampler:
 
     def load_weights(self, weights: Weights) -> None:
         """See `Sampler.load_weights`. The engine gets copies, for vLLM scales adapters in place."""
+        weights = complete(weights, self._shapes)
         is_asleep = not self._is_on_cpu and self._engine.is_sleeping()
         if is_asleep:
             self._engine.wake_up(["weights"])

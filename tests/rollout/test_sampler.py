@@ -1,4 +1,4 @@
-"""The six calls of a sampler: who answers them, and what they refuse."""
+"""The calls of a sampler: who answers them, and what they refuse."""
 
 import inspect
 
@@ -9,11 +9,12 @@ from pipeline.models.sampling_copy import trained_weights
 from pipeline.rollout.generate_sampler import GenerateSampler
 from pipeline.rollout.row_sampler import RowSampler
 from pipeline.rollout.sampler import Sampler
+from pipeline.rollout.vllm_sampler import VLLMSampler
 from scripts.proofs.grid import small_model
 from scripts.proofs.runs import ForcedSampler
 from tests.support.helpers import ScriptedSampler
 
-CALLS = ("load_weights", "logprobs", "open", "extend", "sample", "close")
+CALLS = ("load_weights", "logprobs", "open", "extend", "sample", "close", "rest", "end")
 KINDS = (RowSampler, GenerateSampler)
 
 
@@ -23,16 +24,18 @@ def taken(kind, call):
     return [(p.name, p.kind, p.default) for p in parameters]
 
 
-def test_the_protocol_is_six_calls_and_two_counts():
+def test_the_protocol_is_eight_calls_and_two_counts():
     methods = [name for name, _ in inspect.getmembers(Sampler, inspect.isfunction)]
     assert sorted(name for name in methods if name[0] != "_") == sorted(CALLS)
     assert inspect.get_annotations(Sampler) == {"num_tokens": int, "num_padded_tokens": int}
 
 
-@pytest.mark.parametrize("kind", [*KINDS, ForcedSampler, ScriptedSampler])
+@pytest.mark.parametrize("kind", [*KINDS, ForcedSampler, ScriptedSampler, VLLMSampler])
 def test_every_sampler_takes_what_the_protocol_says(kind):
     for call in CALLS:
         assert taken(kind, call) == taken(Sampler, call), call
+    if kind is VLLMSampler:  # made in test_vllm_sampler.py
+        return
     sampler = (
         ScriptedSampler({})
         if kind is ScriptedSampler

@@ -136,7 +136,7 @@ def rollout_of(
 
 
 class ScriptedSampler:
-    """A policy that says given messages: the Sampler's six calls without a model.
+    """A policy that says given messages: the Sampler's calls without a model.
 
     `scripts` holds, for each key, the messages of its turns. `contexts` keeps, for each key, every
     token that the conversation held, and `most_open` how many conversations were open at once.
@@ -168,6 +168,12 @@ class ScriptedSampler:
 
     def close(self, conversation: int) -> None:
         self.num_open -= 1
+
+    def rest(self) -> None:
+        pass
+
+    def end(self) -> None:
+        pass
 
     def sample(
         self,

@@ -1,0 +1,313 @@
+"""VLLMSampler on a stand-in for vLLM; `scripts/proofs/vllm.py` plays the same on vLLM itself."""
+
+import json
+import sys
+from functools import partial
+
+import pytest
+import torch
+from accelerate import Accelerator
+
+from pipeline.config.settings import ModelSettings, RolloutSettings
+from pipeline.errors import RunError, UserError
+from pipeline.grpo.learner import Probe
+from pipeline.grpo.token_logprobs import TokenLogprobs
+from pipeline.models import lora
+from pipeline.models.sampling_copy import trained_weights
+from pipeline.models.tiny import tiny_model
+from pipeline.rollout.sampler import make_sampler
+from pipeline.rollout.vllm_sampler import VLLMSampler
+from tests.support import ROOT
+from tests.support.helpers import chat, tokenizer
+from tests.support.messages import says
+from tests.support.warm import play
+
+STAND_IN = str(ROOT / "tests" / "support" / "vllm_stand_in")
+PROMPT = [5, 9, 2, 40, 7]
+EOS = 1
+
+
+@pytest.fixture(autouse=True)
+def vllm(monkeypatch):
+    """The stand-in in place of vLLM, which no later test sees."""
+    for name in [name for name in sys.modules if name.partition(".")[0] == "vllm"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.syspath_prepend(STAND_IN)
+    import vllm
+
+    yield vllm
+    for name in [name for name in sys.modules if name.partition(".")[0] == "vllm"]:
+        del sys.modules[name]
+
+
+def settings(**given):
+    return RolloutSettings.model_validate({"sampler": "vllm", "max_tokens": 96, **given})
+
+
+def made(use_peft=False, tied=True, stops=(EOS,), **given):
+    model = tiny_model(tokenizer(), 1)
+    if not tied:
+        model.config.tie_word_embeddings = False
+        head = model.get_output_embeddings()
+        head.weight = torch.nn.Parameter(head.weight.detach().clone())
+    if use_peft:
+        model = lora.attach(model, ModelSettings(lora_r=4, lora_alpha=16), "base", 1)
+    sampler = VLLMSampler(model, settings(**given), torch.float32, stops)
+    sampler.load_weights(trained_weights(model))
+    return model, sampler
+
+
+@torch.no_grad()
+def moved(model, seed=5, by=0.05):
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter += by * torch.randn(parameter.shape, generator=generator)
+    return model
+
+
+@torch.no_grad()
+def of_model(model, prompt, ids, temperature=1.0):
+    logits = model(torch.tensor([prompt + ids])).logits[0, len(prompt) - 1 : -1] / temperature
+    return logits.log_softmax(-1).gather(-1, torch.tensor(ids)[:, None])[:, 0]
+
+
+def message(sampler, key, room=12, prompt=PROMPT, num_drawn=0, **given):
+    (conversation,) = sampler.open([prompt], [key], [num_drawn])
+    (said,) = sampler.sample([conversation], [room], **given)
+    sampler.close(conversation)
+    return said
+
+
+# Draws
+
+
+def test_a_message_is_drawn_alone_as_beside_others_and_with_the_models_log_probabilities():
+    model, sampler = made(temperature=0.8)
+    alone = [message(sampler, key) for key in range(6)]
+    conversations = sampler.open([PROMPT] * 6, list(range(6)))
+    beside = sampler.sample(conversations, [12] * 6)
+    assert [m.ids for m in beside] == [m.ids for m in alone]
+    assert len({tuple(m.ids) for m in alone}) == 6
+    for said in alone:
+        expected = of_model(model, PROMPT, said.ids, 0.8)
+        assert torch.allclose(torch.tensor(said.logprobs), expected, atol=1e-5)
+
+
+def test_a_conversation_goes_on_with_fresh_draws_as_one_that_was_opened_again():
+    _, sampler = made()
+    (conversation,) = sampler.open([PROMPT], [3])
+    (first,) = sampler.sample([conversation], [5])
+    sampler.extend(conversation, [11, 12])
+    (second,) = sampler.sample([conversation], [5])
+    again = message(sampler, 3, 5, [*PROMPT, *first.ids, 11, 12], num_drawn=len(first.ids))
+    assert second.ids == again.ids
+    other = message(sampler, 3, 5, [*PROMPT, *first.ids, 11, 12])  # as if nothing were drawn
+    assert other.ids != again.ids
+
+
+def test_a_call_returns_when_enough_messages_are_complete_and_the_next_goes_on():
+    _, sampler = made()
+    keys = [1, 2, 3, 4]
+    whole = [message(sampler, key, room) for key, room in zip(keys, (3, 9, 6, 12), strict=True)]
+    conversations = sampler.open([PROMPT] * 4, keys)
+    rooms = [3, 9, 6, 12]
+    said = sampler.sample(conversations, rooms, until=2)
+    assert [one is not None for one in said] == [True, False, True, False]
+    left = [conversations[1], conversations[3]]
+    rest = sampler.sample(left, [9, 12])
+    assert [said[0].ids, rest[0].ids, said[2].ids, rest[1].ids] == [one.ids for one in whole]
+
+
+def test_each_of_several_ends_finishes_a_message_and_a_cut_one_is_not_finished():
+    _, sampler = made(stops=(EOS, 7, 11), temperature=3.0)
+    said = [message(sampler, key, 60) for key in range(40)]
+    ends = {one.ids[-1] for one in said if one.finished}
+    assert len(ends) > 1 and ends <= {EOS, 7, 11}
+    assert not any(token in (EOS, 7, 11) for one in said for token in one.ids[:-1])
+    assert not message(sampler, 1, 1).finished or message(sampler, 1, 1).ids[-1] in (EOS, 7, 11)
+
+
+def test_greedy_takes_the_likeliest_whatever_the_key_and_top_k_keeps_few():
+    model, sampler = made(top_k=2, temperature=2.0)
+    greedy = [message(sampler, key, greedy=True) for key in (1, 2)]
+    assert greedy[0].ids == greedy[1].ids
+    with torch.no_grad():
+        ids = PROMPT + greedy[0].ids
+        best = model(torch.tensor([ids])).logits[0].argmax(-1)[len(PROMPT) - 1 : -1]
+    assert best.tolist() == greedy[0].ids
+    firsts = {message(sampler, key, 1).ids[0] for key in range(30)}
+    assert len(firsts) == 2
+
+
+def test_an_aborted_message_leaves_nothing_and_counts_are_of_what_was_computed():
+    _, sampler = made()
+    conversations = sampler.open([PROMPT] * 2, [1, 2])
+    sampler.sample(conversations, [2, 30], until=1)
+    for conversation in conversations:
+        sampler.close(conversation)
+    sampler.load_weights(trained_weights(tiny_model(tokenizer(), 2)))  # asserts that none is open
+    before = sampler.num_tokens
+    sampler.logprobs(PROMPT)
+    assert sampler.num_tokens == before
+    said = message(sampler, 1, 4)
+    assert sampler.num_tokens - before == len(PROMPT) + len(said.ids) - 1
+
+
+# Weights
+
+
+def checked(model, sampler):
+    probe = Probe(chat(), torch.float32)
+    check = partial(probe.check, sampler, TokenLogprobs(model, 1.0), Accelerator(), "step 3")
+    check()
+    return check
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_new_weights_arrive_tied_or_not(tied):
+    model, sampler = made(tied=tied)
+    check = checked(model, sampler)
+    moved(model)
+    with pytest.raises(RunError, match="did not get all weights"):
+        check()
+    sampler.load_weights(trained_weights(model))
+    check()
+    said = message(sampler, 1)
+    expected = of_model(model, PROMPT, said.ids)
+    assert torch.allclose(torch.tensor(said.logprobs), expected, atol=1e-4)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_weight_that_stays_behind_is_found_whichever_it_is(tied):
+    """Also the copy of a tied output layer, which has no name of its own."""
+    model, sampler = made(tied=tied)
+    check = checked(model, sampler)
+    names = [name for name, _ in trained_weights(model)] + ["lm_head.weight"] * tied
+    kinds = {name.split(".layers.")[0] + name.rpartition(".layers.0.")[2]: name for name in names}
+    real = sampler._with_head
+    for seed, left_out in enumerate(kinds.values()):
+        moved(model, seed)
+        sampler._with_head = lambda weights, out=left_out: (p for p in real(weights) if p[0] != out)
+        sampler.load_weights(trained_weights(model))
+        with pytest.raises(RunError, match="did not get all weights"):
+            check()
+        sampler._with_head = real
+        sampler.load_weights(trained_weights(model))
+        check()
+
+
+def test_adapters_arrive_without_their_base_and_are_scaled_once(vllm):
+    model, sampler = made(use_peft=True)
+    check = checked(model, sampler)
+    for seed, by in enumerate((0.05, 1e-3)):
+        moved(model, seed, by)
+        before = {name: tensor.clone() for name, tensor in trained_weights(model)}
+        sampler.load_weights(trained_weights(model))
+        check()
+        assert all(torch.equal(before[name], tensor) for name, tensor in trained_weights(model))
+        said = message(sampler, seed)
+        expected = of_model(model, PROMPT, said.ids)
+        assert torch.allclose(torch.tensor(said.logprobs), expected, atol=1e-4)
+    (engine,) = vllm.ENGINES[-1:]
+    assert len(engine.adapters) == 1
+    assert engine.arguments.max_lora_rank == 8
+
+
+@pytest.mark.parametrize("fault", ["scaled twice", "one projection missing"])
+def test_adapters_that_arrive_wrongly_are_found(fault):
+    model, sampler = made(use_peft=True)
+    check = checked(model, sampler)
+    moved(model)
+    wrong = dict(trained_weights(model))
+    if fault == "scaled twice":
+        wrong = {n: t * (4 if "lora_B" in n else 1) for n, t in wrong.items()}
+    else:
+        wrong = {n: t * ("layers.1.self_attn.v_proj" not in n) for n, t in wrong.items()}
+    sampler.load_weights(iter(wrong.items()))
+    with pytest.raises(RunError, match="did not get all weights"):
+        check()
+
+
+# What it refuses
+
+
+def refused(**given):
+    model = tiny_model(tokenizer(), 1)
+    with pytest.raises(UserError) as caught:
+        make_sampler(model, chat(), settings(**given), torch.float32, False)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_what_does_not_serve_is_one_line(vllm, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(vllm, "__version__", "0.9.1")
+        says(refused(), "sampler: got vLLM 0.9.1; install 0.32 or later, below 0.34")
+    with monkeypatch.context() as patch:
+        patch.setattr(vllm.ModelRegistry, "get_supported_archs", lambda: {"GPT9"})
+        says(refused(), "got vllm, which does not know Qwen3ForCausalLM; set own")
+    with monkeypatch.context() as patch:
+        patch.setattr(vllm, "FAULTS", ["memory"])
+        says(refused(vllm_memory=0.2), "vLLM does not start", "change vllm_memory, now 0.2")
+    for name in [name for name in sys.modules if name.partition(".")[0] == "vllm"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    says(refused(), "got vllm, which cannot be imported", "pip install 'three-domain-grpo[vllm]'")
+
+
+@pytest.mark.parametrize(("fault", "why"), [("step", "EngineDeadError"), ("abort", "'abort'")])
+def test_an_engine_that_fails_ends_the_run_by_name(vllm, monkeypatch, fault, why):
+    _, sampler = made()
+    monkeypatch.setattr(vllm, "FAULTS", [fault])
+    with pytest.raises(RunError, match=why):
+        message(sampler, 1)
+
+
+def test_other_samplers_are_chosen_by_name(capsys):
+    model = tiny_model(tokenizer(), 1)
+    named = {
+        name: make_sampler(model, chat(), settings(sampler=name), torch.float32, True)
+        for name in ("auto", "own", "generate")
+    }
+    assert [type(sampler).__name__ for sampler in named.values()] == [
+        *("RowSampler", "RowSampler", "GenerateSampler")
+    ]
+    assert "the setting sampler asks for it" in capsys.readouterr().out
+
+
+# Whole runs
+
+RUN = [
+    *("--domains", "airline", "--tasks-per-domain", "8", "--tasks-per-step", "2"),
+    *("--num-generations", "2", "--max-turns", "5", "--max-tokens-per-turn", "12"),
+    *("--eval-tasks-per-domain", "1", "--eval-trials", "1", "--validation-steps", "0"),
+    *("--warm-start-steps", "2", "--warm-start-batch-size", "2", "--max-steps", "2"),
+    *("--report-to", "none", "--no-drop-zero-std-groups", "--save-steps", "1"),
+    *("--sampler", "vllm", "--vllm-memory", "0.1", "--output-dir", "out", "--deterministic"),
+]
+
+
+def records(folder):
+    return list(map(json.loads, (folder / "out" / "metrics.jsonl").read_text().splitlines()))
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [[], pytest.param(["--use-peft"], marks=pytest.mark.proof)],
+    ids=["whole", "adapters"],
+)
+def test_ranks_and_a_resume_change_no_draw(flags, tmp_path):
+    one, two = tmp_path / "one", tmp_path / "two"
+    for num_ranks, folder in ((1, one), (2, two)):
+        folder.mkdir()
+        (folder / "vllm").symlink_to(f"{STAND_IN}/vllm")  # ranks import from this folder
+        play(*RUN, *flags, cwd=folder, num_ranks=num_ranks)
+    found = records(one)
+    assert found == records(two)
+    steps = [line for line in found if line["kind"] == "train"]
+    assert [line["step"] for line in steps] == [1, 2]
+    assert all(line["train/grad_norm"] > 0 for line in steps)
+    assert all(line["train/sampling_logp_difference_max"] < 1e-4 for line in steps)
+    play("--output-dir", "out", "--resume-from-checkpoint", "step-000001", cwd=two)
+    assert found == records(two)

@@ -1,0 +1,5 @@
+"""As in vLLM."""
+
+
+class BaseModelLoader:
+    """What loads weights."""
