@@ -319,7 +319,7 @@ def _library() -> Any:
     try:
         library = import_module("vllm")
         found = tuple(int(part) for part in library.__version__.split(".")[:2])
-    except ImportError as error:
+    except (ImportError, AttributeError, ValueError) as error:
         raise UserError(
             f"sampler: got vllm, which cannot be imported ({reason_of(error)}); pip install "
             "'three-domain-grpo[vllm]', or set own"

@@ -120,12 +120,15 @@ def test_a_call_returns_when_enough_messages_are_complete_and_the_next_goes_on()
 
 
 def test_each_of_several_ends_finishes_a_message_and_a_cut_one_is_not_finished():
-    _, sampler = made(stops=(EOS, 7, 11), temperature=3.0)
-    said = [message(sampler, key, 60) for key in range(40)]
-    ends = {one.ids[-1] for one in said if one.finished}
-    assert len(ends) > 1 and ends <= {EOS, 7, 11}
-    assert not any(token in (EOS, 7, 11) for one in said for token in one.ids[:-1])
-    assert not message(sampler, 1, 1).finished or message(sampler, 1, 1).ids[-1] in (EOS, 7, 11)
+    stops = (EOS, *range(100, 160))
+    _, sampler = made(stops=stops, temperature=3.0)
+    said = [message(sampler, key, 20) for key in range(12)]
+    whole = [one for one in said if one.finished]
+    assert 0 < len(whole) < len(said) and len({one.ids[-1] for one in whole}) > 1
+    for one in said:
+        assert (one.ids[-1] in stops) == one.finished
+        assert one.finished or len(one.ids) == 20
+        assert not any(token in stops for token in one.ids[:-1])
 
 
 def test_greedy_takes_the_likeliest_whatever_the_key_and_top_k_keeps_few():
