@@ -32,7 +32,8 @@ from typing import Any
 import psutil
 import torch
 
-sys.path[0] = str(Path(__file__).resolve().parents[2])  # else `import vllm` finds this file
+sys.path.pop(0)  # else `import vllm` finds this file
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from pipeline.chat.template import Chat
 from pipeline.config.settings import ModelSettings, RolloutSettings
