@@ -5,6 +5,7 @@ import shutil
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
+from importlib.util import find_spec
 from typing import Any
 
 from pipeline.checkpoints.run_folder import check_folder, folder_of
@@ -56,7 +57,10 @@ def main(config: Config, *, measures: bool = False) -> int:
         parts = prepare(config, with_tiny_tokenizer=True)
     why, notes = check_model(config, parts)
     slow = f"through generate, every message from the start again (slower): {why}"
-    lines.append(f"sampling: {'one key-value cache over all turns' if why is None else slow}")
+    sampling = "one key-value cache over all turns" if why is None else slow
+    if config.rollout.sampler == "vllm":
+        sampling = "vLLM's engine in each rank" + ", not installed here" * (not find_spec("vllm"))
+    lines.append(f"sampling: {sampling}")
     lines += [f"model: {note}" for note in notes]
     lines += [f"warning: {warning}" for warning in (*left_out(config), *parts.warnings)]
     memory = Memory(config, parts.tokenizer, parts.longest_prompts())

@@ -83,16 +83,21 @@ class Memory:
         chunk = 8.0 * min(LOGITS_PER_CHUNK, tokens * self.shape.vocab_size)
         kept = bytes_per_token(config, self.model) * tokens
         cached = _cached_per_token(self.shape) * self.shape.num_hidden_layers * size
+        cache = float(cached * rows * config.rollout.max_tokens)
+        has_copy = size < held
+        if config.rollout.sampler == "vllm":  # on a GPU, its share also holds its weights
+            cache = config.rollout.vllm_memory * (self.have if self.has_gpu else memory_of_rank())
+            has_copy = not self.has_gpu
         terms = {
             "CUDA or Python, and libraries": CUDA if self.has_gpu else PROCESS,
             f"weights ({'fp32' if held == 4 else 'bf16'})": held * self.num_weights,
-            "sampling copy": size * self.num_weights * (size < held),
+            "sampling copy": size * self.num_weights * has_copy,
             "LoRA adapters, twice": 2 * trained * config.model.use_peft,
             "gradients": trained,
             "moments of AdamW": 2 * trained / shards,
             "reference policy": trained * (grpo.beta > 0),
             "logits": max(sampled, chunk),
-            CACHE: cached * rows * config.rollout.max_tokens,
+            CACHE: cache,
             ACTIVATIONS: kept * (WIDER if size < 4 else 1),
         }
         return {name: float(value) for name, value in terms.items() if value}

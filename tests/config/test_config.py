@@ -147,6 +147,7 @@ def test_the_shipped_recipes_are_all_here():
         "qwen3_0.6b_1gpu",
         "qwen3_4b_8gpu",
         "qwen3_4b_tau2_8gpu",
+        "qwen3_4b_vllm_8gpu",
         "qwen3_8b_lora_8gpu",
         "smollm2_desk",
         "smollm2_sums",
@@ -173,6 +174,7 @@ def test_the_shipped_recipes_are_all_here():
         ("qwen3_0.6b_1gpu", "model", {"use_peft": False}),
         ("qwen3_0.6b_1gpu", "run", {"num_gpus": 1}),
         ("qwen3_4b_tau2_8gpu", "data", {"customer": "llm"}),
+        ("qwen3_4b_vllm_8gpu", "rollout", {"sampler": "vllm", "vllm_memory": 0.4}),
     ],
 )
 def test_a_shipped_recipe_is_what_its_name_says(recipe, section, values):

@@ -24,7 +24,7 @@ RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
 QWEN = "qwen3_4b_8gpu"
 # Recipes with `tau2` need a checkout: tests/end_to_end/test_tau2.py runs them.
 OF_OTHER_TESTS = {"three_domain_tiny", "evaluate_only", QWEN}
-OF_OTHER_TESTS |= {"qwen3_0.6b_1gpu", "qwen3_8b_lora_8gpu"}
+OF_OTHER_TESTS |= {"qwen3_0.6b_1gpu", "qwen3_8b_lora_8gpu", "qwen3_4b_vllm_8gpu"}
 OF_OTHER_TESTS |= {"tau2_telecom_tiny", "tau2_three_smoke", "qwen3_4b_tau2_8gpu"}
 
 
@@ -130,6 +130,7 @@ def test_check_writes_nothing(tmp_path, monkeypatch, capsys):
         ("qwen3_4b_tau2_8gpu", 46.6),
         ("qwen3_8b_lora_8gpu", 62.9),
         ("qwen3_0.6b_1gpu", 19.5),
+        ("qwen3_4b_vllm_8gpu", 43.3),
     ],
 )
 def test_a_recipe_tells_the_memory_that_it_needs_on_gpus(recipe, gib, monkeypatch):
