@@ -10,6 +10,7 @@ import platform
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -79,7 +80,8 @@ def judge_devices(values: list[Values]) -> Finding:
 
 
 def measure_versions(*_: object) -> str:
-    packages = ", ".join(f"{name} {version(name)}" for name in ("accelerate", "transformers"))
+    names = ["accelerate", "transformers", *(["vllm"] if find_spec("vllm") else [])]
+    packages = ", ".join(f"{name} {version(name)}" for name in names)
     nccl = ".".join(map(str, torch.cuda.nccl.version())) if torch.version.cuda else None
     python = f"python {platform.python_version()}, torch {torch.__version__}"
     return f"{python}, {packages}, CUDA {torch.version.cuda}, NCCL {nccl}"

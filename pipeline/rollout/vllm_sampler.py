@@ -9,8 +9,10 @@ Weights travel inside the process. A plain model gives every parameter; a model 
 base once, when the engine starts, and then its adapters, which vLLM multiplies beside the base.
 """
 
+import logging
 import os
 import tempfile
+import warnings
 from collections.abc import Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass
@@ -201,7 +203,13 @@ class VLLMSampler:
         wanted = self._vllm.SamplingParams(
             max_tokens=1, prompt_logprobs=0, detokenize=False, temperature=0.0
         )
-        (output,) = self._run({self._ask(ids, wanted)})
+        before = self.num_tokens, self.num_padded_tokens
+        self._ask(ids, wanted)
+        found = list[Any]()
+        while not found:
+            found = self._step()
+        self.num_tokens, self.num_padded_tokens = before
+        (output,) = found
         pairs = zip(output.prompt_logprobs[1:], ids[1:], strict=True)
         return torch.tensor([of_token[token].logprob for of_token, token in pairs])
 
@@ -302,20 +310,13 @@ class VLLMSampler:
             )
         return others
 
-    def _run(self, names: set[str]) -> list[Any]:
-        """Return the outputs of requests that are no conversation's."""
-        before = self.num_tokens, self.num_padded_tokens
-        found = list[Any]()
-        while len(found) < len(names):
-            found += self._step()
-        self.num_tokens, self.num_padded_tokens = before
-        return found
-
 
 def _library() -> Any:
     """Import vLLM; raise UserError if it is missing or has another version."""
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
+    logging.getLogger("vllm").setLevel(logging.ERROR)  # also while vLLM is imported
+    warnings.filterwarnings("ignore", category=FutureWarning, module="vllm")
     try:
         library = import_module("vllm")
         found = tuple(int(part) for part in library.__version__.split(".")[:2])

@@ -28,6 +28,9 @@ own default size, and `--parts step` compares processor seconds, because other p
     python scripts/bench/vs_trl.py --model FOLDER --sums 12 --parts step --ranks 1 --steps 3 \\
         --tasks-per-step 8 --trl-settings 64:1 16:4
 
+With `--vllm`, ours samples with vLLM (in the environment of scripts/proofs/setup_vllm.sh), and TRL
+with `generate`: on CPUs, TRL 1.16's own colocated vLLM fails at its first transfer of weights.
+
 After a transfer, TRL samples one more message, and TRL does not answer a malformed call. If the
 numbers of tokens per episode differ, compare the row of sampled tokens per second.
 """
@@ -110,6 +113,7 @@ def read(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3], help="of the curve")
     parser.add_argument("--curve-steps", type=int, default=40)
     parser.add_argument("--sums", type=int, default=0, help="sums of so many sampled tokens")
+    parser.add_argument("--vllm", action="store_true", help="with --sums: ours samples with vLLM")
     parser.add_argument("--learning-rate", type=float, default=4e-4)
     parser.add_argument("--layers", type=int, help="of random models, in place of the shape's")
     parser.add_argument("--vocab-size", type=int, help="of random models")
@@ -118,6 +122,8 @@ def read(argv: list[str]) -> argparse.Namespace:
         parser.error("curve: random weights learn nothing; leave --shape out")
     if options.shape != "tiny" and options.model is not None:
         parser.error("--model: has a shape of its own; leave --shape out")
+    if options.vllm and not options.sums:
+        parser.error("--vllm: needs --sums, because given messages need the own sampler")
     if options.sums and (options.model is None or {*options.parts} - {"step", "curve"}):
         parser.error("--sums: needs --model FOLDER, and has --parts step and curve")
     episodes = options.tasks_per_step * options.num_generations
@@ -161,6 +167,7 @@ class Bench:
         flags += [
             *(*PLAIN_RUN, "--entropy-coef", "0", "--no-drop-zero-std-groups"),
             *(["--gradient-checkpointing"] * options.gradient_checkpointing),
+            *(["--sampler", "vllm"] * options.vllm),
             *(self.flags_of_sums() if options.sums else ["--domains", ",".join(domains)]),
         ]
         forced = more.pop("forced", options.shape != "tiny")

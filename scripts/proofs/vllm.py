@@ -53,7 +53,7 @@ SPEED = 1.6  # least ratio to the own sampler
 RUN = [
     *("--tasks-per-step", "6", "--num-generations", "4", "--max-steps", "30"),
     *("--tasks-per-domain", "120", "--eval-tasks-per-domain", "8", "--eval-trials", "1"),
-    *("--validation-steps", "0", "--warm-start-steps", "120", "--save-steps", "5"),
+    *("--validation-steps", "0", "--warm-start-steps", "0", "--save-steps", "5"),
     *("--report-to", "none", "--sampler", "vllm", "--vllm-memory", "0.2", "--deterministic"),
 ]
 
@@ -235,9 +235,13 @@ def with_weights(model: Any, other: dict[str, torch.Tensor]) -> None:
 
 def ranks(options: argparse.Namespace) -> Iterator[tuple[str, float, bool]]:
     with TemporaryDirectory(prefix="vllm-proof-") as temporary:
+        start = Path(temporary) / "start"
+        finish_run(["--max-steps", "0", "--output-dir", str(start)], start.with_suffix(".log"))
+        model = str(start / "checkpoints" / "warm-start")
         folders = {name: Path(temporary) / name for name in ("1", "2", "killed")}
         for name, folder in folders.items():
-            flags = [*RUN, "--output-dir", str(folder), "--num-gpus", "1" if name == "1" else "2"]
+            flags = [*RUN, "--model", model, "--output-dir", str(folder)]
+            flags += ["--num-gpus", "1" if name == "1" else "2"]
             log = folder.with_suffix(".log")
             if name == "killed":
                 kill_a_rank(flags, folder, log)
