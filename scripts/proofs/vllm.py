@@ -7,6 +7,8 @@
   those of the trainer. The distance from the trainer, relative to the update's own change, must
   be at most 1 % with LoRA. Then each kind of weight is left out in turn, adapters are scaled twice,
   and one projection is missing: the probe must find each.
+- cache: conversations of two messages in an engine whose cache has room for few, which makes
+  vLLM preempt some, have the tokens that they have with room for all and alone.
 - ranks: 30 steps over three stages on 1 rank, on 2 ranks, and on 2 ranks of which one is killed and
   the run resumed. Rewards and sampled tokens must be equal.
 - speed: tokens per CPU second of 64 conversations of 64 tokens, in turns with the own sampler
@@ -69,7 +71,7 @@ class Alone:
 
 def main(argv: Sequence[str]) -> int:
     parser = parser_of(__doc__)
-    parts = ["syncs", "ranks", "speed"]
+    parts = [*PARTS]
     parser.add_argument("--parts", nargs="+", choices=parts, default=parts)
     parser.add_argument("--syncs", type=int, default=30)
     parser.add_argument("--model", type=Path, help="a real model, for the speed")
@@ -230,6 +232,50 @@ def with_weights(model: Any, other: dict[str, torch.Tensor]) -> None:
         other[name] = mine
 
 
+# A cache that is too small
+
+
+def cache(options: argparse.Namespace) -> Iterator[tuple[str, float, bool]]:
+    """Play the same conversations of two messages with room for all, for few, and alone."""
+    from transformers import AutoModelForCausalLM
+
+    chat = Chat(tiny_tokenizer())
+    torch.manual_seed(0)
+    config = shapes(len(chat.tokenizer))["Qwen3"]
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    found = {}
+    for name, share, at_once in (("large", 0.1, 24), ("small", 0.0012, 24), ("alone", 0.1, 1)):
+        limits = RolloutSettings(sampler="vllm", max_tokens=512, vllm_memory=share)
+        sampler = VLLMSampler(model, limits, torch.float32, [chat.end_of_turn_id])
+        found[name] = [
+            ids
+            for first in range(0, 24, at_once)
+            for ids in conversed(sampler, range(first, first + at_once))
+        ]
+        blocks = sampler._engine.vllm_config.cache_config.num_gpu_blocks
+        yield f"blocks of the {name} cache", float(blocks), True
+        sampler.end()
+    for name in ("small", "alone"):
+        differ = sum(a != b for a, b in zip(found["large"], found[name], strict=True))
+        yield f"conversations of 24 that differ with the cache {name}", differ, differ == 0
+
+
+def conversed(sampler: VLLMSampler, keys: range) -> list[list[int]]:
+    """What is said in two long messages of each conversation."""
+    conversations = sampler.open([PROMPT] * len(keys), keys)
+    first = sampler.sample(conversations, [200] * len(keys), until=len(keys) // 2 or None)
+    left = [c for c, message in zip(conversations, first, strict=True) if message is None]
+    rest = iter(sampler.sample(left, [200] * len(left)) if left else [])
+    whole = [message or next(rest) for message in first]
+    for conversation in conversations:
+        sampler.extend(conversation, PROMPT)
+    second = sampler.sample(conversations, [200] * len(keys))
+    for conversation in conversations:
+        sampler.close(conversation)
+    pairs = zip(whole, second, strict=True)
+    return [[*a.ids, *b.ids] for a, b in pairs if a is not None and b is not None]
+
+
 # Whole runs
 
 
@@ -313,7 +359,7 @@ def speed(options: argparse.Namespace) -> Iterator[tuple[str, float, bool]]:
     samplers["vllm"].end()
 
 
-PARTS = {"syncs": syncs, "ranks": ranks, "speed": speed}
+PARTS = {"syncs": syncs, "cache": cache, "ranks": ranks, "speed": speed}
 
 if __name__ == "__main__":
     code = main(sys.argv[1:])
