@@ -56,7 +56,8 @@ def config_of(sampler="vllm", deterministic=False, **grpo) -> Config:
 def updated(options, keeps=True, dtype=torch.float64, spoil=lambda module: None):
     """Statistics of the three updates of each of two steps, parameters, and bytes between ranks.
 
-    Of two ranks the first has three groups, and the second one; `deterministic`: they take turns.
+    Of two ranks the first has three groups and the second one, without balance all and none;
+    with `deterministic`, they take turns.
     """
     config, accelerator = config_of(**options), Accelerator()
     ranks = Ranks(accelerator.process_index, accelerator.num_processes, 60)
@@ -67,8 +68,9 @@ def updated(options, keeps=True, dtype=torch.float64, spoil=lambda module: None)
     updater = Updater(accelerator, module, ranks, config, 0, reference)
     spoil(module)
     rows, advantages = episodes()
-    groups = [range(3), range(3, 4)] if updater.balances else [range(0, 4, 2), range(1, 4, 2)]
-    groups = groups[ranks.rank] if ranks.num_ranks > 1 else range(4)
+    shares = [range(3), range(3, 4)] if config.grpo.balance_ranks else [range(4), range(0)]
+    shares = [range(0, 4, 2), range(1, 4, 2)] if config.run.deterministic else shares
+    groups = shares[ranks.rank] if ranks.num_ranks > 1 else range(4)
     mine = [group * GROUP + i for group in groups for i in range(GROUP)]
     given = [rows[i] for i in mine], [advantages[i] for i in mine]
     found = []
@@ -100,6 +102,16 @@ def test_two_balanced_ranks_correct_as_one_rank_does(mode):
         assert ratios[later] == pytest.approx(ratios[first], rel=1e-9)
     assert ratios[3] != pytest.approx(ratios[0], rel=1e-3)  # the second step's trainer is another
     assert [step["train/clip_ratio"] > 0.05 for step in statistics] == [False, True, True] * 2
+
+
+def test_a_rank_without_episodes_does_not_change_the_statistics():
+    options = {"vllm_importance_sampling_mode": "token_truncate", "balance_ranks": False}
+    one, two = play_ranks(updated, 2, options)
+    statistics, parameters, _ = updated(options)
+    assert one[0] == two[0]
+    assert one[0][0] == pytest.approx(statistics[0], rel=1e-6)
+    assert one[0][0][f"{RATIO}min"] == 0.9
+    assert one[1] == two[1] == pytest.approx(parameters, abs=1e-11)
 
 
 def test_deterministic_updates_correct_alike_bit_by_bit_on_one_and_two_ranks():
