@@ -60,6 +60,7 @@ def fine_tune(
     settings = config.warm_start
     losses = list[float]()
     changed = {**OPTIMIZER, "loss_type": "dapo", "beta": 0.0, "entropy_coef": 0.0}
+    changed["vllm_importance_sampling_correction"] = False
     config = config.model_copy(update={"grpo": config.grpo.model_copy(update=changed)})
     if config.grpo.gradient_checkpointing:
         recompute_layers(model)

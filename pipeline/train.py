@@ -200,15 +200,16 @@ class Training(RunState):
                     [sample.advantage for sample in batch.samples],
                     learning_rate,
                     [sample.kept for sample in batch.samples],
+                    is_last=iteration == settings.num_iterations,
                 )
-                for _ in range(settings.num_iterations)
+                for iteration in range(1, settings.num_iterations + 1)
             ]
             self.learner.give_weights()
         statistics = over_iterations(found)
         gap = statistics.get("train/sampling_logp_difference_mean", 0.0)
         default = GAP_BF16 if self.accelerator.mixed_precision == "bf16" else GAP_FP32
         limit = settings.max_sampling_logp_difference or default
-        if gap > limit and not self._warned_of_gap:
+        if gap > limit and not self._warned_of_gap and not self.config.corrects_sampling:
             name = "max_sampling_logp_difference"
             where = f"warning: step {step + 1}: train/sampling_logp_difference_mean"
             self.say(f"{where} is {gap:.2g} and above {name} {limit:g}")

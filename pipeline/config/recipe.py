@@ -110,10 +110,15 @@ def resolve(path: Path, tree: Mapping[str, Any], flags: Mapping[tuple[str, ...],
 
 
 def instead(name: str) -> str:
-    """Return what `trl_names.yaml` answers to the name of a setting or a flag, or ""."""
+    """Return what `trl_names.yaml` answers to the name of a setting or a flag, or "".
+
+    A name with `*` does not stand for settings that are here.
+    """
     plain = name.lstrip("-").replace("-", "_").removeprefix("no_")
+    is_here = any(plain == setting for _, setting in SETTINGS)
     for names, answer in trl_names().items():
-        if any(fnmatchcase(plain, known) for known in names.split()):
+        known = [known for known in names.split() if not (is_here and "*" in known)]
+        if any(fnmatchcase(plain, pattern) for pattern in known):
             return f"{name}: {answer}"
     return ""
 

@@ -89,6 +89,15 @@ def left_out(config: Config) -> list[str]:
         )
         for name in data.environments
     ]
+    rows += [
+        (
+            config.rollout.sampler != "vllm"
+            and value != type(config.grpo).model_fields[name].default,
+            f"{name}: has no effect without sampler vllm",
+        )
+        for name, value in config.grpo
+        if name.startswith("vllm_")
+    ]
     return [line for has_no_effect, line in rows if has_no_effect]
 
 
@@ -286,6 +295,8 @@ def _loss(config: Config) -> Rows:
     grpo = config.grpo
     high = grpo.upper_clip
     is_cispo = grpo.loss_type == "cispo"
+    least = grpo.vllm_importance_sampling_clip_min
+    most = grpo.vllm_importance_sampling_clip_max
     return [
         (
             high < grpo.epsilon,
@@ -302,6 +313,11 @@ def _loss(config: Config) -> Rows:
         (
             grpo.delta is not None and grpo.delta <= 1 + high,
             f"delta: got {grpo.delta}; give more than 1 + epsilon_high, {1 + high}",
+        ),
+        (
+            least is not None and most is not None and least >= most,
+            f"vllm_importance_sampling_clip_min: got {least}, with "
+            f"vllm_importance_sampling_clip_max {most}; give less, or null",
         ),
         (
             grpo.dynamic_sampling and not grpo.drop_zero_std_groups,

@@ -26,6 +26,7 @@ Difficulty = Literal["easy", "medium", "hard"]
 Curriculum = Literal["sequential", "mixed", "interleaved"]
 LossType = Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo"]
 RatioLevel = Literal["token", "sequence"]
+Correction = Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
 Share = Annotated[float, Field(ge=0, le=1)]
 ShareBelowOne = Annotated[float, Field(ge=0, lt=1)]
 Text = Annotated[str, Field(min_length=1)]
@@ -272,6 +273,18 @@ class GRPOSettings(Section):
     domain_advantage_scale: Weights = field({}, "factors of advantages, by domain; missing: 1")
     num_iterations: PositiveInt = field(1, "updates per step, on the same trajectories")
     entropy_coef: NonNegativeFloat = field(0.005, "weight of the entropy bonus")
+    vllm_importance_sampling_correction: bool = field(
+        True, "multiply the policy loss by the ratio of trainer to sampler, with sampler vllm"
+    )
+    vllm_importance_sampling_mode: Correction = field(
+        "sequence_mask", "that ratio: per token or sequence; truncated, or 0 beyond the clips"
+    )
+    vllm_importance_sampling_clip_max: PositiveFloat | None = field(
+        3.0, "upper clip of that ratio; null: none"
+    )
+    vllm_importance_sampling_clip_min: NonNegativeFloat | None = field(
+        None, "lower clip of that ratio; null: none"
+    )
     max_tokens_per_microbatch: PositiveInt | None = field(
         None, "tokens per forward pass, with padding; null: a whole group, if memory holds it"
     )
@@ -376,6 +389,11 @@ class Config(Section):
             names = [n if t == 1 else f"{n}-{t}" for n, t in zip(order, times, strict=True)]
         parts = [f"-{difficulty}" for difficulty in curriculum.difficulties] or [""]
         return [f"{name}{part}" for name in names for part in parts]
+
+    @property
+    def corrects_sampling(self) -> bool:
+        """Whether the loss corrects the difference between sampler and trainer."""
+        return self.rollout.sampler == "vllm" and self.grpo.vllm_importance_sampling_correction
 
     @property
     def is_supervised(self) -> bool:

@@ -21,12 +21,19 @@ old_logprobs))` (GSPO, Zheng et al. 2025, arXiv 2507.18071, equation 7). `use_bi
 (default: false; in TRL 1.16: true) multiplies the KL estimate by the ratio (DeepSeek-V3.2, 2025,
 arXiv 2512.02556). The loss also has TRL's term `-entropy_coef * mean(entropy of a step)`.
 
+With a sampler that is not exact, a micro-batch has `trainer_logprobs`: the trainer's own values
+before the step's first update. As in TRL, the ratio is then `exp(logprobs - trainer_logprobs)`, and
+the policy loss of each token is multiplied by `exp(trainer_logprobs - old_logprobs)` of the token
+or of the whole sequence. This factor is truncated (Yao et al. 2025, "Your efficient RL framework
+secretly brings you off-policy RL training") or masked (Liu et al. 2025, "When Speed Kills
+Stability"; IcePop, 2025, arXiv 2510.18855).
+
 Each loss weight is divided by a count over all ranks, so that the sum of the ranks' gradients is
 the gradient that one process would compute for the whole batch. For the losses bnpo and grpo, TRL
 counts within each micro-batch, not over all ranks.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 
 import torch
@@ -34,6 +41,7 @@ import torch
 from pipeline.config.settings import GRPOSettings
 from pipeline.grpo.micro_batches import MicroBatch
 
+Joined = tuple[tuple[str, ...], Callable[..., torch.Tensor], float]
 EPSILON = 1e-4  # number that is added to standard deviations, as in TRL
 
 
@@ -53,8 +61,28 @@ class TokenStats:
     sampling_logp_difference_max: torch.Tensor  # maximum of |logprobs - old_logprobs|
 
 
+@dataclass(frozen=True, kw_only=True)
+class CorrectedStats(TokenStats):
+    """The statistics of a micro-batch with `trainer_logprobs`, which replace `logprobs` in them.
+
+    A ratio is a factor of `importance_sampling_ratios`.
+    """
+
+    num_ratios: torch.Tensor
+    importance_sampling_ratio: torch.Tensor  # sum
+    importance_sampling_ratio_max: torch.Tensor
+    importance_sampling_ratio_min: torch.Tensor
+
+
 MAXIMA = ("sampling_logp_difference_max",)
 SUMS = tuple(field.name for field in fields(TokenStats) if field.name not in MAXIMA)
+# How statistics are joined over micro-batches and ranks: names, function, value of no micro-batch.
+JOINED: list[Joined] = [(SUMS, torch.sum, 0.0), (MAXIMA, torch.amax, 0.0)]
+JOINED_RATIOS: list[Joined] = [
+    (("num_ratios", "importance_sampling_ratio"), torch.sum, 0.0),
+    (("importance_sampling_ratio_max",), torch.amax, 0.0),
+    (("importance_sampling_ratio_min",), torch.amin, torch.inf),
+]
 
 
 def token_weights(
@@ -89,15 +117,40 @@ def k3(logprobs: torch.Tensor, ref_logprobs: torch.Tensor) -> torch.Tensor:
 def importance_ratios(logprobs: torch.Tensor, batch: MicroBatch, level: str) -> torch.Tensor:
     """Return the ratio exp(logprobs - old_logprobs) of each token, [N].
 
-    If `level` is "sequence", all tokens of a sequence get the geometric mean of their ratios.
+    If `level` is "sequence", all tokens of a sequence get the geometric mean of their ratios. If
+    the micro-batch has `trainer_logprobs`, these replace `old_logprobs`.
     """
-    differences = logprobs - batch.old_logprobs
+    old = batch.old_logprobs if batch.trainer_logprobs is None else batch.trainer_logprobs
+    differences = logprobs - old
     if level == "sequence":
-        zeros = differences.new_zeros(len(batch.lengths))
-        sums = zeros.index_add(0, batch.sequences, differences)
-        counts = zeros.index_add(0, batch.sequences, torch.ones_like(differences))
+        sums = sums_of_sequences(differences, batch)
+        counts = sums_of_sequences(torch.ones_like(differences), batch)
         differences = (sums / counts.clamp(min=1))[batch.sequences]
     return differences.exp()
+
+
+def sums_of_sequences(values: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
+    """Return the sum over the sampled tokens of each sequence, [B]."""
+    return values.new_zeros(len(batch.lengths)).index_add(0, batch.sequences, values)
+
+
+def importance_sampling_ratios(batch: MicroBatch, settings: GRPOSettings) -> torch.Tensor:
+    """Return the ratios of trainer to sampler: of each token, [N], or of each sequence, [B].
+
+    The ratio of a sequence is the product of its tokens' ratios. A ratio beyond the bounds becomes
+    the bound (truncated) or 0 (masked).
+    """
+    assert batch.trainer_logprobs is not None, "only an inexact sampler is corrected"
+    differences = batch.trainer_logprobs - batch.old_logprobs
+    level, _, remedy = settings.vllm_importance_sampling_mode.partition("_")
+    if level == "sequence":
+        differences = sums_of_sequences(differences, batch)
+    ratios = differences.exp()
+    low = settings.vllm_importance_sampling_clip_min or 0.0
+    high = settings.vllm_importance_sampling_clip_max or torch.inf
+    if remedy == "truncate":
+        return ratios.clamp(low, high)
+    return ratios.masked_fill((ratios < low) | (ratios > high), 0.0)
 
 
 def grpo_loss(
@@ -128,6 +181,10 @@ def grpo_loss(
         outside = ((ratio < low) & (advantages < 0)) | ((ratio > high) & (advantages > 0))
         if settings.delta is not None:
             outside |= (ratio > settings.delta) & (advantages < 0)
+    if batch.trainer_logprobs is not None:
+        ratios = importance_sampling_ratios(batch, settings)
+        by_sequence = settings.vllm_importance_sampling_mode.startswith("sequence")
+        per_token = per_token * (ratios[batch.sequences] if by_sequence else ratios)
     loss = policy_loss = (per_token * batch.weights).sum()
     kl = torch.zeros_like(logprobs)
     if ref_logprobs is not None:
@@ -136,7 +193,8 @@ def grpo_loss(
         loss = loss + settings.beta * (term * batch.weights).sum()
     if settings.entropy_coef > 0:
         loss = loss - settings.entropy_coef * (entropy * counted).sum() / max(num_tokens, 1)
-    gap = (logprobs - batch.old_logprobs).detach().abs() * counted
+    now = logprobs if batch.trainer_logprobs is None else batch.trainer_logprobs
+    gap = (now - batch.old_logprobs).detach().abs() * counted
     stats = TokenStats(
         loss=loss.detach(),
         policy_loss=policy_loss.detach(),
@@ -146,6 +204,14 @@ def grpo_loss(
         sampling_logp_difference=gap.sum(),
         sampling_logp_difference_max=gap.max() if len(gap) else gap.sum(),
     )
+    if batch.trainer_logprobs is not None:
+        stats = CorrectedStats(
+            **vars(stats),
+            num_ratios=torch.ones_like(ratios).sum(),
+            importance_sampling_ratio=ratios.sum(),
+            importance_sampling_ratio_max=ratios.max(),
+            importance_sampling_ratio_min=ratios.min(),
+        )
     return loss, stats
 
 

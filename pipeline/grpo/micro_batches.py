@@ -148,6 +148,8 @@ class MicroBatch:
     old_logprobs: torch.Tensor  # [N] float32, log-probabilities from the sampler
     advantages: torch.Tensor  # [N] float32
     weights: torch.Tensor  # [N] float32, weight of each sampled token in the loss
+    # [N], the trainer's log-probabilities before the step's first update; None: no correction
+    trainer_logprobs: torch.Tensor | None = None
     tasks: list[str] = field(default_factory=list)  # domain/task_id of each sequence
 
     @property
@@ -155,9 +157,30 @@ class MicroBatch:
         """Number of tokens that the forward pass computes, padding excluded."""
         return int(self.lengths.sum()) if self.position_ids is None else self.input_ids.numel()
 
+    @property
+    def order(self) -> torch.Tensor:
+        """Indices that sort the sampled tokens by sequence, and then by position, [N]."""
+        return self.sequences.argsort(stable=True)
+
     def to(self, device: torch.device) -> MicroBatch:
         fields = vars(self).items()
         return replace(self, **{k: v.to(device) for k, v in fields if hasattr(v, "to")})
+
+
+def with_trainer_logprobs(
+    batches: Sequence[MicroBatch], logprobs: Sequence[torch.Tensor]
+) -> list[MicroBatch]:
+    """Return micro-batches with the `trainer_logprobs` of an earlier update of the same items.
+
+    `logprobs` has the values of each micro-batch of that update, in the order `MicroBatch.order`.
+    `make_micro_batches` puts sequences into an order that does not depend on `max_tokens`, so the
+    micro-batches of the two updates may have different sizes.
+    """
+    parts = torch.cat([*logprobs]).split([len(batch.targets) for batch in batches])
+    return [
+        replace(batch, trainer_logprobs=part[batch.order.argsort()])
+        for batch, part in zip(batches, parts, strict=True)
+    ]
 
 
 def costs_of(

@@ -5,6 +5,7 @@ skip an optimizer step whose loss or gradient is not finite.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from torch.func import functional_call
 
 from pipeline.config.settings import Config
 from pipeline.distributed.ranks import GradientAllReduce, Ranks, sharded_adamw, sum_gradients
-from pipeline.grpo.algorithm import MAXIMA, SUMS, TokenStats, grpo_loss, token_weights
+from pipeline.grpo.algorithm import JOINED, JOINED_RATIOS, TokenStats, grpo_loss, token_weights
 from pipeline.grpo.faults import find_suspects, smaller_budget
 from pipeline.grpo.micro_batches import (
     Item,
@@ -23,6 +24,7 @@ from pipeline.grpo.micro_batches import (
     make_micro_batches,
     make_plan,
     rearranged,
+    with_trainer_logprobs,
 )
 from pipeline.grpo.token_logprobs import TokenLogprobs
 from pipeline.models import rank_memory
@@ -83,6 +85,9 @@ class Updater:
         self.gradient_all_reduce = sum_gradients(accelerator.prepare(GradientAllReduce(module)))
         self.settings = settings = config.grpo
         self.limits = config.rollout
+        self.corrects = config.corrects_sampling
+        # Of the sequences that this rank computes in a step, by the number of `_accumulate`'s call.
+        self._trainer_logprobs: dict[int, list[torch.Tensor]] = {}
         self.pad_id = pad_id
         self.deterministic = config.run.deterministic
         self.balances = settings.balance_ranks and ranks.num_ranks > 1 and not self.deterministic
@@ -138,10 +143,13 @@ class Updater:
         advantages: Sequence[float],
         learning_rate: float,
         kept: Sequence[bool] | None = None,
+        *,
+        is_last: bool = True,
     ) -> dict[str, float]:
         """Do one optimizer step on all ranks' `trajectories`; return statistics over all ranks.
 
-        The step uses only episodes with True in `kept` (default: all episodes). All ranks skip an
+        The step uses only episodes with True in `kept` (default: all episodes). `is_last` is False
+        if the next call is another update on the same episodes. All ranks skip an
         optimizer step whose loss or gradient is not finite. All ranks raise RuntimeError after more
         than `max_skipped_steps` skipped steps in a row. A rank raises RuntimeError if a single
         episode does not fit into the rank's memory.
@@ -184,6 +192,8 @@ class Updater:
             self._all_reduce_gradients()
             if self.ranks.num_ranks > 1:
                 self.ranks.bytes["gradients"] += sum(p.nbytes for p in self.parameters)
+        if is_last:
+            self._trainer_logprobs.clear()
         sums, is_finite = self._step(done, learning_rate)
         if not is_finite:
             self._count_skipped(done)
@@ -218,7 +228,8 @@ class Updater:
         total = self.parameters[0].new_zeros(sum(sizes))
         done = []
         for index in range(int(self.ranks.max(len(groups)))):
-            done += self._accumulate(groups[index] if index < len(groups) else [], num_tokens)
+            group = groups[index] if index < len(groups) else []
+            done += self._accumulate(group, num_tokens, index)
             gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.parameters]
             mine = torch.cat([gradient.flatten() for gradient in gradients])
             self._zero_gradients()
@@ -228,43 +239,55 @@ class Updater:
             parameter.grad = gradient.view_as(parameter)
         return done
 
-    def _accumulate(self, items: Sequence[Item], num_tokens: float) -> list[Computed]:
+    def _accumulate(
+        self, items: Sequence[Item], num_tokens: float, number: int = 0
+    ) -> list[Computed]:
         """Sum the gradients of all items, micro-batch by micro-batch.
 
         If a micro-batch does not fit into memory, all gradients are computed again with smaller
-        micro-batches. All gradients must be zero before the call.
+        micro-batches. All gradients must be zero before the call. All updates of a step give the
+        same items to the call with a `number`.
         """
         while True:
             batches = self._cut(items)
-            stats = list[TokenStats]()
+            done = list[Computed]()
             try:
+                if known := self._trainer_logprobs.get(number):
+                    batches = with_trainer_logprobs(batches, known)
                 for batch in takewhile(lambda _: not self._leaves_out(), batches):
-                    stats.append(self._backward_one(batch, num_tokens))
+                    done.append(self._backward_one(batch, num_tokens))
             except (RuntimeError, MemoryError) as error:
                 if not rank_memory.is_out_of_memory(error):
                     raise
                 self.max_tokens_per_microbatch = smaller_budget(
-                    self.max_tokens_per_microbatch, batches, len(stats), self.ranks.rank
+                    self.max_tokens_per_microbatch, batches, len(done), self.ranks.rank
                 )
             else:
                 self.num_tokens += sum(batch.num_tokens for batch in batches)
                 self.num_padded_tokens += sum(batch.input_ids.numel() for batch in batches)
-                return list(zip(batches, stats, strict=False))
+                self._trainer_logprobs[number] = [
+                    batch.trainer_logprobs[batch.order]
+                    for batch, _ in done
+                    if batch.trainer_logprobs is not None
+                ]
+                return done
             # Inside `except`, less memory could be freed: the exception keeps activations alive.
             self._zero_gradients()
             rank_memory.give_memory_back()
 
-    def _backward_one(self, batch: MicroBatch, num_tokens: float) -> TokenStats:
+    def _backward_one(self, batch: MicroBatch, num_tokens: float) -> Computed:
         self.ranks.alive()
-        batch = batch.to(self.accelerator.device)
-        logprobs, entropy = self.module(batch)
+        here = batch.to(self.accelerator.device)
+        logprobs, entropy = self.module(here)
+        if self.corrects and batch.trainer_logprobs is None:  # the step's first update
+            batch, here = (replace(b, trainer_logprobs=logprobs.detach()) for b in (batch, here))
         ref_logprobs = None
         if self.reference is not None:
             with self.accelerator.autocast():
-                ref_logprobs = self.reference.logprobs(batch)
-        loss, stats = self.loss(logprobs, entropy, batch, self.settings, num_tokens, ref_logprobs)
+                ref_logprobs = self.reference.logprobs(here)
+        loss, stats = self.loss(logprobs, entropy, here, self.settings, num_tokens, ref_logprobs)
         self.accelerator.backward(loss)
-        return stats
+        return batch, stats
 
     def _step(
         self, done: Sequence[Computed], learning_rate: float
@@ -276,18 +299,16 @@ class Updater:
         with self.ranks.waiting("gradients"):  # on a GPU, `float()` waits for the all-reduce
             max_norm = self.settings.max_grad_norm
             norm = float(self.accelerator.clip_grad_norm_(self.parameters, max_norm))
-        mine = {
-            **_over_batches(done, SUMS, torch.sum),
-            **_over_batches(done, MAXIMA, torch.amax),
-            "grad_norm": norm,
-            "budget": float(self.max_tokens_per_microbatch),
-        }
+        joined = [*JOINED, *(JOINED_RATIOS if self.corrects else [])]
+        mine = dict[str, float]()
+        for names, reduce, nothing in joined:
+            mine |= _over_batches(done, names, reduce, nothing)
+        mine |= {"grad_norm": norm, "budget": float(self.max_tokens_per_microbatch)}
         numbers = torch.tensor([*mine.values()], dtype=torch.float64)
         rows = torch.stack(self.ranks.all_gather_tensors(numbers))
         of_ranks = dict(zip(mine, rows.T, strict=True))
         self.max_tokens_per_microbatch = int(of_ranks["budget"].min())
-        totals = {name: float(of_ranks[name].sum()) for name in SUMS}
-        totals |= {name: float(of_ranks[name].max()) for name in MAXIMA}
+        totals = {n: float(reduce(of_ranks[n])) for names, reduce, _ in joined for n in names}
         watched = torch.stack([of_ranks["loss"], of_ranks["grad_norm"]])
         is_finite = bool(watched.isfinite().all())
         if is_finite:
@@ -306,6 +327,10 @@ class Updater:
         means["train/clip_ratio"] = sums["clipped"] / num_tokens
         means["train/sampling_logp_difference_max"] = sums["sampling_logp_difference_max"]
         means["train/sampling_logp_difference_mean"] = sums["sampling_logp_difference"] / num_tokens
+        if self.corrects:
+            name = "importance_sampling_ratio"
+            means |= {f"train/{name}_{kind}": sums[f"{name}_{kind}"] for kind in ("min", "max")}
+            means[f"train/{name}_mean"] = sums[name] / sums["num_ratios"]
         if self.max_tokens_per_microbatch != self._first_budget:
             means["train/max_tokens_per_microbatch"] = self.max_tokens_per_microbatch
         return means
@@ -335,11 +360,14 @@ class Updater:
 
 
 def _over_batches(
-    done: Sequence[Computed], names: Sequence[str], reduce: Callable[..., torch.Tensor]
+    done: Sequence[Computed],
+    names: Sequence[str],
+    reduce: Callable[..., torch.Tensor],
+    nothing: float,
 ) -> dict[str, float]:
-    """Return statistics over this rank's micro-batches, by name; 0 without micro-batches."""
+    """Return statistics over this rank's micro-batches by name, or `nothing` without any."""
     if not done:
-        return dict.fromkeys(names, 0.0)
+        return dict.fromkeys(names, nothing)
     rows = [torch.stack([getattr(stats, name) for name in names]) for _, stats in done]
     found = reduce(torch.stack(rows).double(), 0)
     return dict(zip(names, found.tolist(), strict=True))

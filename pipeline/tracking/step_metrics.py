@@ -167,13 +167,14 @@ def _outcome(group: Sequence[Trajectory], threshold: float) -> str:
 def over_iterations(updates: Sequence[dict[str, float]]) -> dict[str, float]:
     """Return the means of metrics over the updates of a step.
 
-    Skipped updates do not count, unless all updates are skipped. `sampling_logp_difference` is the
-    value of the first update.
+    Skipped updates do not count, unless all updates are skipped. `sampling_logp_difference` and
+    `importance_sampling_ratio` are the values of the first update.
     """
     done = [update for update in updates if not update["train/skipped"]] or updates
     means = {name: sum(update[name] for update in done) / len(done) for name in done[0]}
     means["train/skipped"] = sum(update["train/skipped"] for update in updates) / len(updates)
-    return means | {name: updates[0][name] for name in means if "sampling_logp_difference" in name}
+    first = ("sampling_logp_difference", "importance_sampling_ratio")
+    return means | {n: updates[0][n] for n in means if any(name in n for name in first)}
 
 
 class Meter:

@@ -7,9 +7,12 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from trl import GRPOConfig
 
 from pipeline.config.cli import flag, parse
 from pipeline.config.recipe import SETTINGS, dump, instead, load_recipe, trl_names
+from pipeline.config.rules import left_out
+from pipeline.config.settings import GRPOSettings
 from pipeline.errors import nearest
 from tests.support import ROOT
 from tests.support.messages import refusal, says
@@ -410,6 +413,10 @@ def test_settings_that_contradict_each_other_are_refused(argv, words):
         ("zzz: {}", ("section zzz;", "--help")),
         ("beta: 0", ("section beta;", "in section grpo")),
         ("learning_rate: 1e-6", ("section learning_rate;", "in section warm_start or grpo")),
+        (
+            "vllm_importance_sampling_mode: token_mask",
+            ("section vllm_importance_sampling_mode;", "in section grpo"),
+        ),
         ("grpo: {lerning_rate: 1}", ("setting grpo.lerning_rate;", "did you mean learning_rate?")),
         ("model: {max_step: 1}", ("setting model.max_step;", "max_steps in section grpo")),
         ("model: {seed: 1}", ("setting model.seed;", "in section run")),
@@ -458,6 +465,26 @@ def test_settings_that_contradict_each_other_are_refused(argv, words):
             ("delta", "cispo", "take it out"),
         ),
         ("grpo: {scale_lr: sqrt}", ("scale_lr", "reference_tasks_per_step", "give")),
+        (
+            "grpo: {vllm_importance_sampling_mode: token}",
+            ("vllm_importance_sampling_mode: got 'token'", "'token_mask'", "'sequence_truncate'"),
+        ),
+        (
+            "grpo: {vllm_importance_sampling_clip_max: 0}",
+            ("vllm_importance_sampling_clip_max: got 0", "greater than 0"),
+        ),
+        (
+            "grpo: {vllm_importance_sampling_clip_min: -1}",
+            ("vllm_importance_sampling_clip_min: got -1", "greater than or equal to 0"),
+        ),
+        (
+            "grpo: {vllm_importance_sampling_clip_min: 3}",
+            ("clip_min: got 3.0", "vllm_importance_sampling_clip_max 3.0", "give less, or null"),
+        ),
+        (
+            "grpo: {vllm_importance_sampling_cap: 2}",
+            ("vllm_importance_sampling_cap: called `vllm_importance_sampling_clip_max` here",),
+        ),
     ],
     ids=short,
 )
@@ -476,6 +503,7 @@ def test_a_wrong_recipe_is_refused_in_one_line(text, words, recipe):
         ("use_lora", "use_lora: called `use_peft` here"),
         ("bf16", "bf16: write `mixed_precision` bf16"),
         ("vllm_mode", "vllm_mode: write `sampler` vllm"),
+        ("vllm_importance_sampling_cap", "cap: called `vllm_importance_sampling_clip_max` here"),
         ("dataset_name", "write `domains` DOMAIN and `tasks` '{DOMAIN: SOURCE}'"),
         ("steps", "write `max_steps` for GRPO, or `warm_start_steps` for the warm start"),
         ("per_device_train_batch_size", "`tasks_per_step` groups of `num_generations`"),
@@ -491,6 +519,25 @@ def test_a_name_of_trl_is_answered_with_what_is_here(name, words, recipe):
         says(refusal(parse, [written]), written.partition("=")[0], words.partition(": ")[2])
     for text in (f"grpo: {{{name}: 4}}", f"{name}: {{}}"):
         says(refusal(load_recipe, recipe(text)), f"own.yaml: {name}: ", words)
+
+
+def test_the_correction_has_trls_names_and_defaults():
+    name = "vllm_importance_sampling_"
+    options = GRPOConfig(use_cpu=True, bf16=False)
+    found = {n: value for n, value in GRPOSettings() if n.startswith(name)}
+    assert found == {n: getattr(options, n) for n in found}
+    given = ["--sampler", "vllm", "--vllm-importance-sampling-clip-min", "0.5"]
+    assert parse(given).grpo.vllm_importance_sampling_clip_min == 0.5
+    for argv, corrects in (
+        (given, True),
+        ([*given, "--no-vllm-importance-sampling-correction"], False),
+        ([], False),
+        (["--sampler", "generate"], False),
+    ):
+        assert parse(argv).corrects_sampling == corrects
+    assert left_out(parse(given)) == []
+    (line,) = left_out(parse(given[2:]))
+    assert line == "vllm_importance_sampling_clip_min: has no effect without sampler vllm"
 
 
 def fields_of_trl() -> set[str]:
@@ -514,7 +561,8 @@ def test_no_setting_of_trl_is_taken_for_a_misspelling():
     others = {name.replace("_", "-") for name in fields_of_trl()} - own
     assert {"num-train-epochs", "vllm-mode", "dataset-name", "lora-dropout"} <= others
     assert len(others) > 150
-    assert {name: nearest(name, own) for name in others if nearest(name, own)} == {}
+    near = {name: nearest(name, own) for name in others if nearest(name, own)}
+    assert [*near] == ["vllm-importance-sampling-cap"]  # which has an answer of its own
     long = {name for name in own if len(name) > 5 and not name.startswith("adam-beta")}
     assert {name: nearest(name[:-2] + name[-1], own) for name in long} == {n: n for n in long}
 

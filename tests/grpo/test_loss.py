@@ -1,6 +1,7 @@
 """The losses: in literal numbers, against plain loops, and over micro-batches."""
 
 import math
+from dataclasses import replace
 from itertools import product
 from random import Random
 
@@ -209,6 +210,94 @@ def test_gspo_clips_whole_sequences(advantage, loss, gradient, clipped):
     assert found[0] == close(loss)
     assert found[1].clipped == clipped
     assert found[2] == close(gradient)
+
+
+# The correction of an inexact sampler. Two sequences; the ratios of trainer to sampler are 2
+# and 1/4 in the first, with the product 1/2, and 4, 1 and 3/2 in the second, with the product 6.
+
+OF_SAMPLER = {"sequences": [0, 1, 0, 1, 1], "weights": [0.1, 0.2, 0.3, 0.4, 0.5]}
+TO_SAMPLER = [2.0, 4.0, 0.25, 1.0, 1.5]
+TO_TRAINER = [1.1, 0.5, 1.0, 2.0, 0.9]  # of the policy now: the fourth is clipped to 1.28
+BOTH_SIDES = [1.0, -1.0, -1.0, 1.0, 1.0]
+
+
+def corrected_loss_of(mode, now=TO_TRAINER, **updates):
+    """Loss, statistics and gradient with the correction, between 0.3 and 3."""
+    clips = {"vllm_importance_sampling_clip_min": 0.3, "vllm_importance_sampling_clip_max": 3.0}
+    settings = changed(vllm_importance_sampling_mode=mode, **{**clips, **updates})
+    trainer = torch.full((5,), -1.0, dtype=torch.float64)
+    sampler = [-1.0 - math.log(ratio) for ratio in TO_SAMPLER]
+    batch = batch_of(sampler, BOTH_SIDES, OF_SAMPLER["weights"], OF_SAMPLER["sequences"])
+    batch = replace(batch, trainer_logprobs=trainer)
+    logprobs = (trainer + torch.tensor(now, dtype=torch.float64).log()).requires_grad_()
+    entropy = torch.zeros(5, dtype=torch.float64)
+    reference = logprobs.detach() + math.log(2) if settings.beta > 0 else None
+    loss, stats = grpo_loss(logprobs, entropy, batch, settings, 5, reference)
+    loss.backward()
+    return loss.item(), stats, logprobs.grad.tolist()
+
+
+@pytest.mark.parametrize(
+    ("mode", "factors", "count"),
+    [
+        ("token_truncate", [2.0, 3.0, 0.3, 1.0, 1.5], 5),
+        ("token_mask", [2.0, 0.0, 0.0, 1.0, 1.5], 5),
+        ("sequence_truncate", [0.5, 3.0, 0.5, 3.0, 3.0], 2),
+        ("sequence_mask", [0.5, 0.0, 0.5, 0.0, 0.0], 2),
+    ],
+)
+def test_the_correction_multiplies_the_policy_loss_of_five_tokens(mode, factors, count):
+    # -min(ratio * advantage, clipped * advantage) * weight: the second is clipped to 0.8
+    terms = [-1.1 * 0.1, 0.8 * 0.2, 1.0 * 0.3, -1.28 * 0.4, -0.9 * 0.5]
+    slopes = [-1.1 * 0.1, 0.0, 1.0 * 0.3, 0.0, -0.9 * 0.5]
+    loss, stats, gradient = corrected_loss_of(mode)
+    assert loss == close(sum(f * term for f, term in zip(factors, terms, strict=True)))
+    assert gradient == close([f * slope for f, slope in zip(factors, slopes, strict=True)])
+    assert stats.policy_loss.item() == loss
+    assert stats.clipped == 2.0
+    ratios = factors if count == 5 else factors[:2]
+    assert stats.num_ratios == count
+    assert stats.importance_sampling_ratio.item() == close(sum(ratios))
+    assert stats.importance_sampling_ratio_min.item() == close(min(ratios))
+    assert stats.importance_sampling_ratio_max.item() == close(max(ratios))
+    # log 2 + log 4 + log 4 + log 1.5, whatever the policy is now
+    assert stats.sampling_logp_difference.item() == close(math.log(48))
+    assert stats.sampling_logp_difference_max.item() == close(math.log(4))
+
+
+def test_the_correction_leaves_the_divergence_as_it_is():
+    divergence = 1 - math.log(2)
+    loss, stats, _ = corrected_loss_of("sequence_mask", beta=0.5)
+    assert loss == close(corrected_loss_of("sequence_mask")[0] + 0.5 * 1.5 * divergence)
+    assert stats.kl.item() == close(5 * divergence)
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "truncated", "masked"),
+    [
+        (None, None, [2.0, 4.0, 0.25, 1.0, 1.5], [2.0, 4.0, 0.25, 1.0, 1.5]),
+        (0.3, None, [2.0, 4.0, 0.3, 1.0, 1.5], [2.0, 4.0, 0.0, 1.0, 1.5]),
+        (None, 1.75, [1.75, 1.75, 0.25, 1.0, 1.5], [0.0, 0.0, 0.25, 1.0, 1.5]),
+    ],
+)
+def test_a_clip_that_is_null_does_not_cut(low, high, truncated, masked):
+    clips = {"vllm_importance_sampling_clip_min": low, "vllm_importance_sampling_clip_max": high}
+    for mode, expected in (("token_truncate", truncated), ("token_mask", masked)):
+        loss, _, _ = corrected_loss_of(mode, [1.0] * 5, **clips)
+        weights = zip(expected, BOTH_SIDES, OF_SAMPLER["weights"], strict=True)
+        assert loss == close(-sum(math.prod(factors) for factors in weights))
+
+
+def test_settings_of_the_correction_have_no_effect_without_the_trainers_logprobs():
+    names = "mode", "clip_min", "clip_max"
+    values = "token_mask", 0.9, 1.1
+    given = {f"vllm_importance_sampling_{n}": v for n, v in zip(names, values, strict=True)}
+    options = {"sequences": [0, 1, 0, 1, 1], "settings": changed(**given)}
+    plain = loss_of(RATIOS, ADVANTAGES, FIFTHS, sequences=[0, 1, 0, 1, 1])
+    found = loss_of(RATIOS, ADVANTAGES, FIFTHS, **options)
+    assert found[0] == plain[0] and found[2] == plain[2]
+    assert vars(found[1]) == vars(plain[1])
+    assert not any("importance" in name for name in vars(found[1]))
 
 
 # Divergence, entropy, statistics

@@ -15,8 +15,14 @@ from trl import GRPOConfig, GRPOTrainer
 
 from pipeline.config.settings import Config, GRPOSettings, RolloutSettings
 from pipeline.distributed.ranks import Ranks
-from pipeline.grpo.algorithm import group_advantages, grpo_loss, importance_ratios, token_weights
-from pipeline.grpo.micro_batches import make_micro_batches
+from pipeline.grpo.algorithm import (
+    group_advantages,
+    grpo_loss,
+    importance_ratios,
+    importance_sampling_ratios,
+    token_weights,
+)
+from pipeline.grpo.micro_batches import make_micro_batches, with_trainer_logprobs
 from pipeline.grpo.token_logprobs import TokenLogprobs
 from pipeline.grpo.updater import Reference, Updater
 from scripts.proofs.grid import make_trajectory, small_model
@@ -29,6 +35,7 @@ MAX_TOKENS = 64  # the constant of dr_grpo
 TEMPERATURE = 0.8
 LOSS_TYPES = ["grpo", "bnpo", "dr_grpo", "dapo", "cispo"]
 LEVELS = ["token", "sequence"]
+MODES = ["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
 OF_THE_LOSS = {  # settings of ours that TRL has under the same names
     *("loss_type", "importance_sampling_level", "epsilon", "epsilon_high", "delta", "beta"),
     *(
@@ -39,6 +46,7 @@ OF_THE_LOSS = {  # settings of ours that TRL has under the same names
         "learning_rate",
         "adam_beta2",
     ),
+    *(name for name in GRPOSettings.model_fields if name.startswith("vllm_")),
 }
 VARIANTS = {
     "plain": {"epsilon": 0.2, "epsilon_high": None},
@@ -150,7 +158,7 @@ def make_trainer(settings, folders, episodes, rewards=REWARDS, **options):
             "prompt_ids": [row.prompt_ids for row in rows],
             "completion_ids": [row.completion_ids for row in rows],
             "env_mask": [[int(sampled) for sampled in row.loss_mask] for row in rows],
-            "logprobs": None,
+            "logprobs": [row.logprobs for row in rows],
         }
 
     model = new_model()
@@ -175,6 +183,7 @@ def make_trainer(settings, folders, episodes, rewards=REWARDS, **options):
     )
     trainer.model.train()
     trainer.current_gradient_accumulation_steps = 1
+    trainer._last_loaded_step = 0  # with `use_vllm`, no engine gets weights
     return trainer
 
 
@@ -191,6 +200,29 @@ def inputs_of(trainer, episodes):
 def gradients(model):
     assert all(parameter.grad.dtype == torch.float64 for parameter in model.parameters())
     return [parameter.grad for parameter in model.parameters()]
+
+
+def move(model):
+    """Move the policy, as the first of several updates of a step does."""
+    generator = torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.01 * torch.randn(parameter.shape, generator=generator)
+    return model
+
+
+def trls_corrected(settings, folders, episodes, is_moved):
+    """TRL's loss, gradients and metrics where vLLM has sampled the episodes."""
+    trainer = make_trainer(settings, folders, episodes)
+    trainer.use_vllm = True
+    inputs = trainer._generate_and_score_completions([{"prompt": "a"}] * len(episodes))
+    inputs["advantages"] = torch.tensor([advantage for _, advantage in episodes])
+    if is_moved:
+        move(trainer.model)
+    loss = trainer._compute_loss(trainer.model, inputs)
+    loss.backward()
+    metrics = {name: values[-1] for name, values in trainer._metrics["train"].items()}
+    return loss.item(), gradients(trainer.model), metrics
 
 
 def trls(settings, folders, episodes, **options):
@@ -227,6 +259,35 @@ def ours(settings, episodes, budget=10_000, padding_free=False):
         for name, value in vars(stats).items():
             sums[name] = sums.get(name, 0.0) + value.item()
     return sums["loss"], gradients(module.model), sums
+
+
+def ours_corrected(settings, episodes, is_moved, budget, *layout):
+    """Our loss and gradients, and the statistics of the micro-batches.
+
+    The trainer's log-probabilities are of micro-batches of another size.
+    """
+    model = new_model()
+    module = TokenLogprobs(model, TEMPERATURE)
+    reference = TokenLogprobs(reference_model(), TEMPERATURE) if settings.beta > 0 else None
+    lengths = [row.num_sampled_tokens for row, _ in episodes]
+    weights = token_weights(lengths, settings.loss_type, len(lengths), sum(lengths), MAX_TOKENS)
+    items = [(*episode, weight) for episode, weight in zip(episodes, weights, strict=True)]
+    first = make_micro_batches(items, 70, 0, *layout)
+    with torch.no_grad():
+        known = [module(batch)[0][batch.order] for batch in first]
+    if is_moved:
+        move(model)
+    found, total = [], 0.0
+    for batch in with_trainer_logprobs(make_micro_batches(items, budget, 0, *layout), known):
+        logprobs, entropy = module(batch)
+        with torch.no_grad():
+            ref_logprobs = None if reference is None else reference(batch)[0]
+        loss, stats = grpo_loss(logprobs, entropy, batch, settings, sum(lengths), ref_logprobs)
+        loss.backward()
+        total += loss.item()
+        found.append(stats)
+    assert 1 < len(first) != len(found)
+    return total, gradients(model), found
 
 
 def largest_difference(found, expected):
@@ -312,6 +373,100 @@ def test_in_many_micro_batches_it_is_still_trls_of_one_batch(
     assert largest_difference(found, its_gradients) < TOLERANCE
 
 
+# Ratios of tokens, and of sequences, that the clips of the correction truncate or mask
+CLIPS = {"token": (0.6, 1.7), "sequence": (0.02, 3.0)}
+CORRECTED = [
+    pytest.param(
+        *(loss_type, mode, level),
+        marks=()
+        if (loss_type in TELLING and level == "token") or mode == "sequence_mask"
+        else pytest.mark.proof,
+    )
+    for loss_type in LOSS_TYPES
+    for mode in MODES
+    for level in LEVELS
+]
+
+
+def corrected(loss_type, mode, level="token", **more):
+    low, high = CLIPS[mode.partition("_")[0]]
+    clips = {"vllm_importance_sampling_clip_min": low, "vllm_importance_sampling_clip_max": high}
+    mode = {"vllm_importance_sampling_mode": mode}
+    return settings_of(loss_type, level, "everything", **mode, **clips, **more)
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_the_clips_of_the_correction_cut_on_both_sides(episodes, level):
+    (batch,) = make_micro_batches([(*episode, 1.0) for episode in episodes], 10_000, 0)
+    with torch.no_grad():
+        known = TokenLogprobs(new_model(), TEMPERATURE)(batch)[0]
+    (batch,) = with_trainer_logprobs([batch], [known[batch.order]])
+    name = f"{level}_truncate"
+    low, high = CLIPS[level]
+    open_ended = corrected("dapo", name).model_copy(
+        update={
+            "vllm_importance_sampling_clip_min": None,
+            "vllm_importance_sampling_clip_max": None,
+        }
+    )
+    ratios = importance_sampling_ratios(batch, open_ended)
+    for reached in (ratios < low, (ratios > low) & (ratios < high), ratios > high):
+        assert 2 <= int(reached.sum()) < len(ratios)
+    assert torch.equal(
+        importance_sampling_ratios(batch, corrected("dapo", name)), ratios.clamp(low, high)
+    )
+
+
+@pytest.mark.parametrize(("loss_type", "mode", "level"), CORRECTED)
+def test_the_corrected_loss_and_its_gradient_are_trls(
+    episodes, tmp_path, reference_folder, loss_type, mode, level
+):
+    settings, folders = corrected(loss_type, mode, level), (tmp_path, reference_folder)
+    plain, _, _ = ours(settings, episodes)
+    for is_moved in (True, False):
+        loss, found, metrics = trls_corrected(settings, folders, episodes, is_moved)
+        for budget, *layout in ((10_000,), (40, True), (100, False, True)):
+            own, its_gradients, stats = ours_corrected(
+                settings, episodes, is_moved, budget, *layout
+            )
+            assert own == pytest.approx(loss, rel=TOLERANCE)
+            assert largest_difference(its_gradients, found) < TOLERANCE
+            assert abs(own - plain) > 1e-3
+    gap, ratio = "sampling/sampling_logp_difference", "sampling/importance_sampling_ratio"
+
+    def values(name):
+        return torch.stack([getattr(part, name) for part in stats])
+
+    num_tokens = sum(row.num_sampled_tokens for row, _ in episodes)
+    total = values("importance_sampling_ratio").sum()
+    count = values("num_ratios").sum()
+    is_of_sequences = mode.startswith("sequence")
+    assert count == (len(episodes) - 1 if is_of_sequences else num_tokens)
+    if is_of_sequences:  # for TRL, the sequence without a sampled token has the ratio 1
+        total, count = total + 1, count + 1
+    found = {
+        f"{gap}/mean": values("sampling_logp_difference").sum() / num_tokens,
+        f"{gap}/max": values("sampling_logp_difference_max").max(),
+        f"{ratio}/mean": total / count,
+        f"{ratio}/min": values("importance_sampling_ratio_min").min(),
+        f"{ratio}/max": values("importance_sampling_ratio_max").max(),
+    }
+    expected = {name: metrics[name] for name in found}
+    assert {n: float(value) for n, value in found.items()} == pytest.approx(expected, rel=TOLERANCE)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_with_the_correction_the_corrected_divergence_is_still_trls(
+    episodes, tmp_path, reference_folder, mode
+):
+    """Its factor is the ratio to the trainer's own policy before the step."""
+    settings = corrected("grpo", mode, use_bias_correction_kl=True)
+    loss, found, _ = trls_corrected(settings, (tmp_path, reference_folder), episodes, True)
+    own, its_gradients, _ = ours_corrected(settings, episodes, True, 40)
+    assert own == pytest.approx(loss, rel=TOLERANCE)
+    assert largest_difference(its_gradients, found) < TOLERANCE
+
+
 def test_without_float64_trls_head_gives_the_same_to_its_own_precision(
     episodes, tmp_path, reference_folder
 ):
@@ -378,6 +533,43 @@ def test_two_iterations_on_stored_logprobs_are_two_steps_of_trls_training(
     assert second["train/clip_ratio"] > 0.05 and second["train/sampling_logp_difference_max"] > 0.1
     assert first["train/grad_norm"] > settings.max_grad_norm  # it is clipped
     assert largest_difference(moved(module.model), moved(trainer.model)) < 1e-6
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_two_corrected_iterations_are_two_steps_of_trls_training(
+    episodes, tmp_path, reference_folder, mode
+):
+    """Both keep the trainer's log-probabilities of before the first update for the second."""
+    updates = {"num_iterations": 2, "max_grad_norm": 0.1, "learning_rate": 1e-2}
+    settings = corrected("dapo", mode, **updates)
+    options = {"max_steps": 2, "lr_scheduler_type": "constant", "save_strategy": "no"}
+    quiet = {"disable_tqdm": True, "logging_strategy": "no"}
+    trainer = make_trainer(settings, (tmp_path, reference_folder), episodes, **options, **quiet)
+    trainer.use_vllm = True
+    trainer.train()
+
+    module = TokenLogprobs(reference_model(), TEMPERATURE)
+    reference = Reference(module)
+    module.model.load_state_dict(new_model().state_dict())
+    rollout = RolloutSettings(max_tokens=MAX_TOKENS, num_generations=4, sampler="vllm")
+    config = Config(grpo=settings, rollout=rollout)
+    updater = Updater(Accelerator(cpu=True), module, Ranks(0, 1, 60.0), config, 0, reference)
+    advantages = group_advantages(torch.tensor(REWARDS), 4).tolist()
+    rows = [row for row, _ in episodes]
+    first = updater.update_policy(rows, advantages, 1e-2, is_last=False)
+    second = updater.update_policy(rows, advantages, 1e-2)
+    assert largest_difference(moved(module.model), moved(trainer.model)) < 1e-6
+    assert first["train/clip_ratio"] == 0.0 and second["train/clip_ratio"] > 0.05
+    low, high = CLIPS[mode.partition("_")[0]]
+    for statistics in (first, second):
+        of_correction = {n: v for n, v in statistics.items() if "sampling" in n}
+        assert of_correction == pytest.approx(
+            {n: v for n, v in first.items() if "sampling" in n}, rel=TOLERANCE
+        )
+        smallest = statistics["train/importance_sampling_ratio_min"]
+        assert smallest == (low if mode.endswith("truncate") else 0.0)
+        largest = statistics["train/importance_sampling_ratio_max"]
+        assert largest == high if mode.endswith("truncate") else largest <= high
 
 
 def moved(model):

@@ -1,0 +1,225 @@
+"""The correction of an inexact sampler in the update: ranks, layouts, iterations, little memory."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from accelerate import Accelerator
+
+from pipeline.config.settings import Config
+from pipeline.distributed.ranks import Ranks
+from pipeline.grpo.algorithm import token_weights
+from pipeline.grpo.micro_batches import make_micro_batches, with_trainer_logprobs
+from pipeline.grpo.token_logprobs import TokenLogprobs
+from pipeline.grpo.updater import Reference, Updater
+from pipeline.train import Training
+from scripts.proofs.grid import in_float64, make_episodes, make_trajectory, small_model
+from scripts.proofs.ranks import play_ranks
+
+MODES = ["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
+GROUP = 8
+RATE = 1e-3
+RATIO, GAP = "train/importance_sampling_ratio_", "train/sampling_logp_difference_"
+LAYOUTS = [
+    {"share_prefixes": False},
+    {"padding_free": True},
+    {"max_tokens_per_microbatch": 90},
+    {"max_tokens_per_microbatch": 90, "share_prefixes": False},
+]
+
+
+def of_proof(modes, *late):
+    """The modes; those of `late` are left to the proofs."""
+    return [pytest.param(m, marks=pytest.mark.proof if m in late else ()) for m in modes]
+
+
+def episodes():
+    """Groups of episodes with common prefixes; two differ in the sampler's values alone."""
+    rows, advantages = make_episodes(4 * GROUP)
+    rows[5].further = [make_trajectory(row.prompt_ids, [9, 3], [1, 1]) for row in rows[:2]]
+    last = rows[-1]
+    rows[3] = make_trajectory(
+        *(last.prompt_ids, last.completion_ids, last.loss_mask),
+        logprobs=[0.9 * value for value in last.logprobs],
+    )
+    return rows, advantages
+
+
+def config_of(sampler="vllm", deterministic=False, **grpo) -> Config:
+    clips = {"vllm_importance_sampling_clip_min": 0.9, "vllm_importance_sampling_clip_max": 1.2}
+    settings = {**clips, "num_iterations": 3, "epsilon": 0.01, "epsilon_high": 0.01, **grpo}
+    rollout = {"sampler": sampler, "num_generations": GROUP}
+    run = {"deterministic": deterministic}
+    return Config.model_validate({"grpo": settings, "rollout": rollout, "run": run})
+
+
+def updated(options, keeps=True, dtype=torch.float64, spoil=lambda module: None):
+    """Statistics of the three updates of each of two steps, parameters, and bytes between ranks.
+
+    Of two ranks the first has three groups and the second one, without balance all and none;
+    with `deterministic`, they take turns.
+    """
+    config, accelerator = config_of(**options), Accelerator()
+    ranks = Ranks(accelerator.process_index, accelerator.num_processes, 60)
+    models = [small_model(seed) for seed in (0, 1)]
+    models = [in_float64(m) if dtype == torch.float64 else m for m in models]
+    module = TokenLogprobs(models[0], 1.0)
+    reference = Reference(TokenLogprobs(models[1], 1.0)) if config.grpo.beta > 0 else None
+    updater = Updater(accelerator, module, ranks, config, 0, reference)
+    spoil(module)
+    rows, advantages = episodes()
+    shares = [range(3), range(3, 4)] if config.grpo.balance_ranks else [range(4), range(0)]
+    shares = [range(0, 4, 2), range(1, 4, 2)] if config.run.deterministic else shares
+    groups = shares[ranks.rank] if ranks.num_ranks > 1 else range(4)
+    mine = [group * GROUP + i for group in groups for i in range(GROUP)]
+    given = [rows[i] for i in mine], [advantages[i] for i in mine]
+    found = []
+    for iteration in (0, 1, 2) * 2:
+        is_last = iteration == 2 or not keeps
+        found.append(updater.update_policy(*given, RATE, is_last=is_last))
+    assert updater._trainer_logprobs == {}
+    parameters = torch.cat([p.detach().flatten() for p in models[0].parameters()])
+    return found, parameters.tolist(), ranks.bytes.get("messages", 0)
+
+
+@pytest.mark.parametrize("mode", of_proof(MODES, "token_truncate", "token_mask"))
+def test_two_balanced_ranks_correct_as_one_rank_does(mode):
+    options = {"vllm_importance_sampling_mode": mode, "beta": 0.1}
+    options |= {"max_tokens_per_microbatch": 90}
+    one, two = play_ranks(updated, 2, options)
+    statistics, parameters, _ = updated(options)
+    assert one[2] > 0  # groups have moved
+    for rank in (one, two):
+        assert rank[1] == pytest.approx(parameters, abs=1e-11)
+        for found, expected in zip(rank[0], statistics, strict=True):
+            assert found == pytest.approx(expected, rel=1e-6)
+    kinds = ("min", "mean", "max")
+    low, mean, high = (statistics[0][RATIO + kind] for kind in kinds)
+    assert (low, high) == (0.9, 1.2) if mode.endswith("truncate") else (low == 0 and high <= 1.2)
+    assert low < mean < high
+    ratios = [{n: v for n, v in step.items() if "sampling" in n} for step in statistics]
+    for later, first in ((1, 0), (2, 0), (4, 3), (5, 3)):
+        assert ratios[later] == pytest.approx(ratios[first], rel=1e-9)
+    assert ratios[3] != pytest.approx(ratios[0], rel=1e-3)  # the second step's trainer is another
+    assert [step["train/clip_ratio"] > 0.05 for step in statistics] == [False, True, True] * 2
+
+
+def test_a_rank_without_episodes_does_not_change_the_statistics():
+    options = {"vllm_importance_sampling_mode": "token_truncate", "balance_ranks": False}
+    one, two = play_ranks(updated, 2, options)
+    statistics, parameters, _ = updated(options)
+    assert one[0] == two[0]
+    assert one[0][0] == pytest.approx(statistics[0], rel=1e-6)
+    assert one[0][0][f"{RATIO}min"] == 0.9
+    assert one[1] == two[1] == pytest.approx(parameters, abs=1e-11)
+
+
+def test_deterministic_updates_correct_alike_bit_by_bit_on_one_and_two_ranks():
+    options = {"deterministic": True, "vllm_importance_sampling_mode": "token_mask"}
+    one, two = play_ranks(updated, 2, options, True, torch.float32)
+    _, parameters, _ = updated(options, True, torch.float32)
+    assert one[1] == two[1] == parameters
+
+
+@pytest.mark.parametrize("mode", of_proof(["token_mask", "sequence_truncate"], "token_mask"))
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_the_correction_is_the_same_in_every_layout(layout, mode):
+    options = {"vllm_importance_sampling_mode": mode}
+    statistics, parameters, _ = updated(options)
+    found, its_parameters, _ = updated(options | layout)
+    assert its_parameters == pytest.approx(parameters, abs=1e-11)
+    for one, other in zip(found, statistics, strict=True):
+        assert one == pytest.approx(other, rel=1e-6)
+
+
+def test_later_iterations_use_the_trainers_logprobs_of_before_the_first():
+    kept, forgotten = updated({}), updated({}, keeps=False)
+    assert kept[0][0] == forgotten[0][0]
+    assert forgotten[0][1]["train/clip_ratio"] == 0.0
+    assert forgotten[1] != pytest.approx(kept[1], abs=1e-5)
+
+
+@pytest.mark.parametrize("calls", [{2}, {9}, {2, 9, 14}])
+def test_a_retry_after_too_little_memory_changes_nothing(calls, capsys):
+    """The numbered forward passes do not fit: of the first update, of later ones, of all."""
+    count = iter(range(1000))
+
+    def spoil(module):
+        plain = module.forward
+
+        def forward(batch):
+            if next(count) in calls:
+                raise torch.OutOfMemoryError("CUDA out of memory.")
+            return plain(batch)
+
+        module.forward = forward
+
+    options = {"max_tokens_per_microbatch": 120, "vllm_importance_sampling_mode": "token_mask"}
+    _, parameters, _ = updated(options)
+    found, its_parameters, _ = updated(options, spoil=spoil)
+    assert capsys.readouterr().out.count("out of memory") == len(calls)
+    assert its_parameters == pytest.approx(parameters, abs=1e-11)
+    assert "train/max_tokens_per_microbatch" in found[-1]
+
+
+@pytest.mark.parametrize("sampler", ["auto", "own", "generate"])
+def test_with_an_exact_sampler_nothing_is_corrected(sampler):
+    plain = updated({"sampler": "vllm", "vllm_importance_sampling_correction": False})
+    found = updated({"sampler": sampler, "vllm_importance_sampling_mode": "token_mask"})
+    assert found == plain
+    assert not any(name.startswith(RATIO) for name in found[0][0])
+    assert found[0][1][GAP + "mean"] != found[0][0][GAP + "mean"]  # of the policy now
+
+
+@pytest.mark.parametrize("corrects", [True, False])
+def test_a_step_tells_which_update_is_its_last_and_warns_of_a_gap_that_is_not_corrected(corrects):
+    config = config_of(vllm_importance_sampling_correction=corrects, learning_rate=1e-3)
+    seen, lines = [], []
+
+    def update_policy(*_, is_last):
+        seen.append(is_last)
+        ratio = {f"{RATIO}mean": float(len(seen))} if corrects else {}
+        return {"train/skipped": 0.0, f"{GAP}mean": 0.5 * len(seen), **ratio}
+
+    nothing = SimpleNamespace(rest=lambda: None)
+    training = SimpleNamespace(
+        config=config,
+        state=SimpleNamespace(step=0),
+        peak=1e-3,
+        ranks=Ranks(0, 1, 60),
+        learner=SimpleNamespace(
+            sampling=SimpleNamespace(sampler=nothing), give_weights=lambda: None
+        ),
+        updater=SimpleNamespace(update_policy=update_policy),
+        accelerator=SimpleNamespace(mixed_precision="no"),
+        say=lines.append,
+        _warned_of_gap=False,
+    )
+    stage = SimpleNamespace(name="airline", first_step=0, num_steps=10)
+    batch = SimpleNamespace(trajectories=[], samples=[])
+    statistics = Training.update(training, stage, batch)
+    assert seen == [False, False, True]
+    assert statistics[f"{GAP}mean"] == 0.5  # of the first update, as the ratios are
+    assert statistics.get(f"{RATIO}mean") == (1.0 if corrects else None)
+    assert [f"{GAP}mean is 0.5" in line for line in lines] == ([] if corrects else [True])
+
+
+@pytest.mark.parametrize("layout", [(), (True,), (False, True)])
+def test_each_token_gets_its_own_logprobs_however_micro_batches_are_cut(layout):
+    """Sequences that share prefixes, in micro-batches of other sizes; a logprob tells its token."""
+    rows, advantages = episodes()
+    sequences = [(one, a) for row, a in zip(rows, advantages, strict=True) for one in row.sequences]
+    lengths = [one.num_sampled_tokens for one, _ in sequences]
+    weights = token_weights(lengths, "grpo", len(lengths), sum(lengths), 100)
+    items = [(*pair, weight) for pair, weight in zip(sequences, weights, strict=True)]
+
+    def marks(batch):
+        return batch.old_logprobs.double() + 100 * batch.targets + 10_000 * batch.weights
+
+    known = [marks(b)[b.order] for b in make_micro_batches(items, 100_000, 0, *layout)]
+    assert len(known) == 1
+    for budget in (1, 60, 200):
+        batches = make_micro_batches(items, budget, 0, *layout)
+        assert len(batches) > 2
+        for batch in with_trainer_logprobs(batches, known):
+            assert torch.equal(batch.trainer_logprobs, marks(batch))
