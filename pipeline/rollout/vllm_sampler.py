@@ -28,7 +28,7 @@ from pipeline.data.rng import stream_key
 from pipeline.errors import RunError, UserError
 from pipeline.files.untrusted import reason_of, shown
 from pipeline.models.lora import base_model
-from pipeline.models.rank_memory import is_out_of_memory, memory_of_rank
+from pipeline.models.rank_memory import give_memory_back, is_out_of_memory, memory_of_rank
 from pipeline.models.sampling_copy import Weights, complete, has_adapters, trained_weights
 from pipeline.rollout.trajectory import Sampled
 
@@ -85,7 +85,7 @@ class VLLMSampler:
         )
         self._is_tied = plain.get_output_embeddings().weight is plain.get_input_embeddings().weight
         self._vllm = _library()
-        self._engine = self._started(plain, dtype)
+        self._engine: Any = self._started(plain, dtype)
 
     # The engine
 
@@ -155,6 +155,8 @@ class VLLMSampler:
     def end(self) -> None:
         """See `Sampler.end`. An engine that outlives the process group fails as it ends."""
         self._engine.engine_core.shutdown()
+        self._engine = None
+        give_memory_back()
 
     # Weights
 
@@ -330,6 +332,8 @@ def _library() -> Any:
         raise UserError(
             f"sampler: got vLLM {library.__version__}; install {first} or later, below {next_one}"
         )
+    # An engine that ends would also destroy the process group, which is the ranks' own.
+    import_module("vllm.v1.engine.core").cleanup_dist_env_and_memory = lambda: None
     return library
 
 

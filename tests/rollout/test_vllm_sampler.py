@@ -297,7 +297,7 @@ def records(folder):
 
 @pytest.mark.parametrize(
     "flags",
-    [[], pytest.param(["--use-peft"], marks=pytest.mark.proof)],
+    [pytest.param([], marks=pytest.mark.proof), ["--use-peft"]],
     ids=["whole", "adapters"],
 )
 def test_ranks_and_a_resume_change_no_draw(flags, tmp_path):

@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from vllm.model_executor import model_loader
+from vllm.v1.engine import core
 
 __version__ = "0.32.0"
 Logprob = namedtuple("Logprob", ["logprob"])
@@ -96,8 +97,12 @@ class LLMEngine:
         self.weights.tie()
         self.requests: dict[str, Any] = {}
         self.adapters: dict[int, dict[str, Any]] = {}
-        self.engine_core = SimpleNamespace(shutdown=lambda: ENGINES.remove(self))
+        self.engine_core = SimpleNamespace(shutdown=self._shut_down)
         ENGINES.append(self)
+
+    def _shut_down(self) -> None:
+        ENGINES.remove(self)
+        core.cleanup_dist_env_and_memory()
 
     from_engine_args = classmethod(lambda cls, arguments: cls(arguments))
 
