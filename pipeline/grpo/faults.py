@@ -68,7 +68,11 @@ def _save(folder: Path, ranks: Ranks, suspects: Sequence[tuple[MicroBatch, float
     content = io.BytesIO()
     path = folder / f"step-{step:06d}.rank-{ranks.rank}.pt"
     batches = [
-        {**vars(batch), "tree": batch.tree and asdict(batch.tree), "loss": loss}
+        {
+            **vars(batch.to(torch.device("cpu"))),
+            "tree": batch.tree and asdict(batch.tree),
+            "loss": loss,
+        }
         for batch, loss in suspects
     ]
     torch.save({"step": step, "rank": ranks.rank, "micro_batches": batches}, content)

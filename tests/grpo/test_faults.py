@@ -500,8 +500,10 @@ def test_a_kept_micro_batch_can_be_computed_again(skipped):
         for batch in content["micro_batches"]:
             assert sorted(batch) == [
                 *("advantages", "columns", "input_ids", "lengths", "loss", "old_logprobs"),
-                *("position_ids", "rows", "sequences", "targets", "tasks", "tree", "weights"),
+                *("position_ids", "rows", "sequences", "targets", "tasks"),
+                *("trainer_logprobs", "tree", "weights"),
             ]
+            assert batch["trainer_logprobs"] is None
             assert len(batch["tasks"]) == len(batch["lengths"])
             assert len(batch["weights"]) == len(batch["targets"]) == len(batch["old_logprobs"])
             assert batch["tree"]["blocks"] and batch["position_ids"].shape[0] == 1
