@@ -333,7 +333,8 @@ def _library() -> Any:
             f"sampler: got vLLM {library.__version__}; install {first} or later, below {next_one}"
         )
     # An engine that ends would also destroy the process group, which is the ranks' own.
-    import_module("vllm.v1.engine.core").cleanup_dist_env_and_memory = lambda: None
+    core: Any = import_module("vllm.v1.engine.core")
+    core.cleanup_dist_env_and_memory = lambda: None
     return library
 
 
