@@ -232,6 +232,22 @@ def test_adapters_that_arrive_wrongly_are_found(fault):
         check()
 
 
+@pytest.mark.parametrize("use_peft", [False, True], ids=["whole", "adapters"])
+def test_on_a_gpu_the_engine_sleeps_while_the_update_runs(vllm, use_peft, monkeypatch):
+    model, sampler = made(use_peft=use_peft)
+    monkeypatch.setattr(sampler, "_is_on_cpu", False)
+    check = checked(model, sampler)
+    (engine,) = vllm.ENGINES[-1:]
+    for seed in range(2):
+        sampler.rest()
+        sampler.rest()  # as in a step of several updates
+        assert engine.asleep == {"weights", "kv_cache"}
+        moved(model, seed)
+        sampler.load_weights(trained_weights(model))
+        assert not engine.asleep
+        check()
+
+
 # What it refuses
 
 

@@ -97,6 +97,7 @@ class LLMEngine:
         self.weights.tie()
         self.requests: dict[str, Any] = {}
         self.adapters: dict[int, dict[str, Any]] = {}
+        self.asleep: set[str] = set()
         self.engine_core = SimpleNamespace(shutdown=self._shut_down)
         ENGINES.append(self)
 
@@ -106,8 +107,23 @@ class LLMEngine:
 
     from_engine_args = classmethod(lambda cls, arguments: cls(arguments))
 
+    def is_sleeping(self) -> bool:
+        return bool(self.asleep)
+
+    def sleep(self, level: int) -> None:
+        """As on a GPU: level 2 forgets the weights, level 1 keeps them in main memory."""
+        assert not self.requests
+        self.asleep = {"weights", "kv_cache"}
+        if level == 2:
+            zeros = {name: torch.zeros_like(tensor) for name, tensor in self.weights.named.items()}
+            self.weights.load_weights(zeros.items())
+            self.weights.tie()
+
+    def wake_up(self, tags: list[str]) -> None:
+        self.asleep -= set(tags)
+
     def collective_rpc(self, name: str, kwargs: dict[str, Any]) -> None:
-        assert name == "reload_weights" and not self.requests
+        assert name == "reload_weights" and not self.requests and "weights" not in self.asleep
         self.weights.load_weights(kwargs["weights_iterator"])
 
     def reset_prefix_cache(self) -> None:
@@ -132,7 +148,11 @@ class LLMEngine:
 
     def add_request(self, name: str, prompt: Any, params: SamplingParams, lora_request: Any) -> str:
         ids = prompt["prompt_token_ids"]
-        assert name not in self.requests and len(ids) < self.arguments.max_model_len
+        assert (
+            not self.asleep
+            and name not in self.requests
+            and len(ids) < self.arguments.max_model_len
+        )
         generator = None if params.seed is None else torch.Generator().manual_seed(params.seed)
         adapters = {} if lora_request is None else self.adapters[lora_request.lora_int_id]
         self.requests[name] = SimpleNamespace(
