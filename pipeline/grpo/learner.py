@@ -132,6 +132,7 @@ class Learner:
         chat = self.rollout.chat
         base = base_of_adapters(self.model, config.model, checkpointer)
         self.close()
+        del self.sampling.sampler  # frees its memory
         dtype = dtype_of(config.model)
         adapted = lora.attach(self.model, config.model, base, config.run.seed, dtype)
         self.model = adapted.to(self.accelerator.device)
@@ -140,9 +141,9 @@ class Learner:
         self.check_agreement(self._prompt)
 
     def close(self) -> None:
-        """Free the sampler, if there is one."""
-        if (sampler := vars(self.sampling).pop("sampler", None)) is not None:
-            sampler.end()
+        """End the sampler; there is none if the making of another one has failed."""
+        if hasattr(self.sampling, "sampler"):
+            self.sampling.sampler.end()
 
     def check_agreement(self, prompt: list[int]) -> None:
         """Raise UserError on all ranks if sampler and training compute other log-probabilities.
