@@ -91,11 +91,11 @@ def left_out(config: Config) -> list[str]:
     ]
     rows += [
         (
-            config.rollout.sampler != "vllm"
-            and value != type(config.grpo).model_fields[name].default,
+            config.rollout.sampler != "vllm" and value != type(section).model_fields[name].default,
             f"{name}: has no effect without sampler vllm",
         )
-        for name, value in config.grpo
+        for section in (config.rollout, config.grpo)
+        for name, value in section
         if name.startswith("vllm_")
     ]
     return [line for has_no_effect, line in rows if has_no_effect]

@@ -20,10 +20,13 @@ from pipeline.models.layers import recompute_layers
 from pipeline.models.loading import SHAPES, empty_model, load_folder, refuse_other_vocabulary
 from pipeline.preflight.memory import GIB, Memory
 from pipeline.preflight.prepare import Prepared, prepare
+from pipeline.rollout.vllm_sampler import refuse_missing
 
 
 def validate(config: Config) -> Prepared:
     """Check the settings, tasks, model and memory of a run, on every rank. Raises UserError."""
+    if config.rollout.sampler == "vllm":
+        refuse_missing()
     parts = prepare(config)
     _, notes = check_model(config, parts)
     lines = [f"note: {note}" for note in parts.notes]

@@ -17,6 +17,7 @@ from collections.abc import Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -313,8 +314,18 @@ class VLLMSampler:
         return others
 
 
+def refuse_missing() -> None:
+    """Raise UserError if vLLM is not installed. This does not import vLLM, which takes seconds."""
+    if find_spec("vllm") is None:
+        raise UserError(
+            "sampler: got vllm, which is not installed; pip install 'three-domain-grpo[vllm]', or "
+            "set own"
+        )
+
+
 def _library() -> Any:
-    """Import vLLM; raise UserError if it is missing or has another version."""
+    """Import vLLM; raise UserError if it is missing, fails, or has another version."""
+    refuse_missing()
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     logging.getLogger("vllm").setLevel(logging.ERROR)  # also while vLLM is imported
@@ -324,8 +335,8 @@ def _library() -> Any:
         found = tuple(int(part) for part in library.__version__.split(".")[:2])
     except (ImportError, AttributeError, ValueError) as error:
         raise UserError(
-            f"sampler: got vllm, which cannot be imported ({reason_of(error)}); pip install "
-            "'three-domain-grpo[vllm]', or set own"
+            f"sampler: got vllm, which cannot be imported ({reason_of(error)}); install "
+            "it anew, or set own"
         ) from None
     if not VERSIONS[0] <= found < VERSIONS[1]:
         first, next_one = (".".join(map(str, version)) for version in VERSIONS)

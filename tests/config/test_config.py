@@ -538,6 +538,8 @@ def test_the_correction_has_trls_names_and_defaults():
     assert left_out(parse(given)) == []
     (line,) = left_out(parse(given[2:]))
     assert line == "vllm_importance_sampling_clip_min: has no effect without sampler vllm"
+    (line,) = left_out(parse(["--vllm-memory", "0.5"]))
+    assert line == "vllm_memory: has no effect without sampler vllm"
 
 
 def fields_of_trl() -> set[str]:

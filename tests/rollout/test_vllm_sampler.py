@@ -272,7 +272,7 @@ def test_what_does_not_serve_is_one_line(vllm, monkeypatch):
     for name in [name for name in sys.modules if name.partition(".")[0] == "vllm"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "vllm", None)
-    says(refused(), "got vllm, which cannot be imported", "pip install 'three-domain-grpo[vllm]'")
+    says(refused(), "got vllm, which is not installed; pip install 'three-domain-grpo[vllm]'")
 
 
 @pytest.mark.parametrize(("fault", "why"), [("step", "EngineDeadError"), ("abort", "'abort'")])
