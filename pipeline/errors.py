@@ -30,6 +30,10 @@ class MachineError(RunError):
     """A fault of the machine, such as a full disk. The error message is one line."""
 
 
+class EngineError(RunError):
+    """A fault of the engine in one rank; the watchdog adds the rank and its phase."""
+
+
 class CtrlC(KeyboardInterrupt):
     """Raised when a person presses Ctrl-C. User code may raise a plain KeyboardInterrupt."""
 

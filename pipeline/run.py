@@ -5,6 +5,7 @@ one line of text; 75 interruption, with a checkpoint to resume from.
 """
 
 import atexit
+import gc
 import os
 import sys
 
@@ -167,6 +168,7 @@ def leave(code: int) -> NoReturn:
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(code)
+    gc.unfreeze()  # else libraries print that objects leak
     # At the exit, multiprocessing waits for its children, also for one that ignores SIGTERM.
     late = threading.Timer(END_S, _end_children)
     late.daemon = True

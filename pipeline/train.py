@@ -6,6 +6,7 @@ the methods that it calls follow in the order of its calls. `run_state.py` has t
 
 import gc
 import json
+import os
 import time
 import warnings
 from collections.abc import Callable, Mapping
@@ -57,6 +58,7 @@ from pipeline.tracking.step_metrics import Meter, over_iterations, profiled, rol
 # tokens reach 0.5, and 10 times those in fp32 (docs/results/real_models.md).
 GAP_BF16 = 0.1
 GAP_FP32 = 1e-4
+BATCH_INVARIANT = (8, 0)  # the least compute capability with which vLLM is batch-invariant
 
 UNSCORED_STEPS = 3  # steps in a row without any reward that end a run
 
@@ -428,10 +430,24 @@ def _connected(config: Config) -> tuple[Accelerator, Ranks]:
         )
     assert config.run.num_gpus in (None, accelerator.num_processes), "ranks do not know each other"
     if config.run.deterministic:
-        if accelerator.device.type != "cpu":
-            raise UserError(
-                "deterministic: works on CPU ranks only; set ACCELERATE_USE_CPU=true, or leave it"
-            )
-        torch.set_num_threads(1)
+        be_deterministic(config.rollout.sampler, accelerator.device)
     ranks = Ranks(accelerator.process_index, accelerator.num_processes, config.run.timeout)
     return accelerator, ranks
+
+
+def be_deterministic(sampler: str, device: torch.device) -> None:
+    """Make sums independent of the batch: all of them on CPUs, and those of vLLM on GPUs."""
+    if device.type == "cpu":
+        torch.set_num_threads(1)
+        return
+    if sampler != "vllm":
+        raise UserError(
+            "deterministic: works on CPU ranks, or with sampler vllm; set ACCELERATE_USE_CPU=true, "
+            "or leave it"
+        )
+    if torch.cuda.get_device_capability(device) < BATCH_INVARIANT:
+        raise UserError(
+            f"deterministic: vLLM needs GPUs of compute capability 8.0 or more; got "
+            f"{torch.cuda.get_device_name(device)}; leave it"
+        )
+    os.environ["VLLM_BATCH_INVARIANT"] = "1"

@@ -342,7 +342,9 @@ class RunSettings(Section):
     )
     override: bool = field(False, "resume with other settings than the checkpoint's")
     timeout: PositiveFloat = field(600.0, "seconds of a collective, or without progress")
-    deterministic: bool = field(False, "equal bits on any number of CPU ranks; slow")
+    deterministic: bool = field(
+        False, "equal bits on any number of CPU ranks; on GPUs, only vLLM's draws; slow"
+    )
     profile: list[PositiveInt] = field([], "steps with a torch.profiler trace, or `none`")
     stop_on_dead_domain: bool = field(False, "end the run if a domain learns nothing for 10 steps")
     doctor: bool = field(False, "check ranks, links and machine, then exit")

@@ -28,7 +28,7 @@ import psutil
 from pipeline.distributed import sentinel
 from pipeline.distributed.children import STOPS, call_in_children
 from pipeline.distributed.ranks import CollectiveError, Interrupted, Ranks
-from pipeline.errors import INTERRUPTED, LOST_CONNECTION, RunError, UserError
+from pipeline.errors import INTERRUPTED, LOST_CONNECTION, EngineError, RunError, UserError
 from pipeline.files.untrusted import printable
 
 # Seconds in which a repeated signal is ignored, because terminal and launcher both send SIGINT.
@@ -169,10 +169,13 @@ class Watchdog:
         fault = self._fault or self._post_fault(kind, self._own)
         if (fault["kind"], fault["rank"]) != (kind, self._ranks.rank):
             raise ToldElsewhere(fault["kind"]) from error
+        where = f"rank {self._ranks.rank} on {self._own.host}, in {self._own.phase}"
+        if isinstance(error, EngineError):
+            error.args = (f"{error} ({where})",)
         if isinstance(error, UserError | RunError):
             error.is_first = True
         else:
-            error.add_note(f"rank {self._ranks.rank} on {self._own.host}, in {self._own.phase}")
+            error.add_note(where)
 
     def _post_fault(self, kind: str, beat: Heartbeat, text: str = "") -> dict[str, Any]:
         own = {"kind": kind, "rank": beat.rank, "by": self._ranks.rank, "text": text}

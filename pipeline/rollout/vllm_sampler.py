@@ -26,7 +26,7 @@ from safetensors.torch import save_file
 
 from pipeline.config.settings import RolloutSettings
 from pipeline.data.rng import stream_key
-from pipeline.errors import RunError, UserError
+from pipeline.errors import EngineError, UserError
 from pipeline.files.untrusted import reason_of, shown
 from pipeline.models.lora import base_model
 from pipeline.models.rank_memory import give_memory_back, is_out_of_memory, memory_of_rank
@@ -242,7 +242,7 @@ class VLLMSampler:
     ) -> list[Sampled | None]:
         """See `Sampler.sample`. With `top_k` or `top_p`, log-probabilities are of what they keep.
 
-        Raises RunError if the engine fails.
+        Raises EngineError if the engine fails.
         """
         for conversation, room in zip(conversations, max_tokens, strict=True):
             if not conversation.request and conversation.message is None:
@@ -290,7 +290,7 @@ class VLLMSampler:
         except Exception as error:
             if is_out_of_memory(error):
                 raise
-            raise RunError(f"vLLM's engine failed: {reason_of(error)}") from error
+            raise EngineError(f"vLLM's engine failed: {reason_of(error)}") from error
         others = []
         for output in outputs:
             (completion,) = output.outputs
@@ -303,7 +303,7 @@ class VLLMSampler:
                 others.append(output)
                 continue
             if completion.finish_reason not in ("stop", "length"):
-                raise RunError(f"vLLM ended a message with {shown(completion.finish_reason)}")
+                raise EngineError(f"vLLM ended a message with {shown(completion.finish_reason)}")
             pairs = zip(completion.logprobs, ids, strict=True)
             conversation.request = ""
             conversation.message = Sampled(

@@ -1,7 +1,10 @@
 """VLLMSampler on a stand-in for vLLM; `scripts/proofs/vllm.py` plays the same on vLLM itself."""
 
 import json
+import os
+import re
 import sys
+from contextlib import nullcontext
 from functools import partial
 
 import pytest
@@ -17,6 +20,7 @@ from pipeline.models.sampling_copy import trained_weights
 from pipeline.models.tiny import tiny_model
 from pipeline.rollout.sampler import make_sampler
 from pipeline.rollout.vllm_sampler import VLLMSampler
+from pipeline.train import be_deterministic
 from tests.support import ROOT
 from tests.support.helpers import chat, tokenizer
 from tests.support.messages import says
@@ -283,6 +287,29 @@ def test_an_engine_that_fails_ends_the_run_by_name(vllm, monkeypatch, fault, why
         message(sampler, 1)
 
 
+@pytest.mark.parametrize(
+    ("sampler", "capability", "why"),
+    [
+        ("vllm", (9, 0), None),
+        (
+            "vllm",
+            (7, 5),
+            "deterministic: vLLM needs GPUs of compute capability 8.0 or more; got T4",
+        ),
+        ("own", (9, 0), "deterministic: works on CPU ranks, or with sampler vllm"),
+    ],
+)
+def test_a_deterministic_run_on_gpus_asks_vllm_for_batch_invariance(
+    sampler, capability, why, monkeypatch
+):
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "0")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "T4")
+    with pytest.raises(UserError, match=why) if why else nullcontext():
+        be_deterministic(sampler, torch.device("cuda"))
+    assert os.environ["VLLM_BATCH_INVARIANT"] == ("0" if why else "1")
+
+
 def test_other_samplers_are_chosen_by_name(capsys):
     model = tiny_model(tokenizer(), 1)
     named = {
@@ -330,3 +357,23 @@ def test_ranks_and_a_resume_change_no_draw(flags, tmp_path):
     assert all(line["train/sampling_logp_difference_max"] < 1e-4 for line in steps)
     play("--output-dir", "out", "--resume-from-checkpoint", "step-000001", cwd=two)
     assert found == records(two)
+
+
+@pytest.mark.parametrize(
+    "trouble",
+    ["fault", pytest.param("hang", marks=pytest.mark.proof)],  # a hang takes the timeout
+)
+def test_an_engine_in_trouble_is_named_with_its_rank_and_step(trouble, tmp_path):
+    (tmp_path / "vllm").symlink_to(f"{STAND_IN}/vllm")
+    (tmp_path / "trouble").write_text(trouble)
+    flags = [*RUN, "--timeout", "20", "--call-timeout", "5"]
+    if trouble == "fault":
+        said = play(*flags, cwd=tmp_path, code=1).stderr
+        why = r"error: vLLM's engine failed: EngineDeadError: the engine is gone \(rank 1 on \S+, "
+        assert re.search(rf"^{why}in sample airline step 2\)$", said, re.MULTILINE)
+    else:
+        with pytest.raises(AssertionError, match="'rank 1 said nothing'") as ended:  # by force
+            play(*flags, cwd=tmp_path, code=1)
+        said = str(ended.value)
+        assert re.search(r"rank 1 on \S+ \(pid \d+\) hangs in sample airline step 2", said)
+        assert "vllm_sampler.py" in said  # the stack

@@ -5,6 +5,8 @@ new; it scales adapters in place, while it loads them; and it keeps a generator 
 """
 
 import json
+import os
+import time
 from collections import namedtuple
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -98,6 +100,7 @@ class LLMEngine:
         self.requests: dict[str, Any] = {}
         self.adapters: dict[int, dict[str, Any]] = {}
         self.asleep: set[str] = set()
+        self.num_syncs = 0
         self.engine_core = SimpleNamespace(shutdown=self._shut_down)
         ENGINES.append(self)
 
@@ -124,6 +127,7 @@ class LLMEngine:
 
     def collective_rpc(self, name: str, kwargs: dict[str, Any]) -> None:
         assert name == "reload_weights" and not self.requests and "weights" not in self.asleep
+        self.num_syncs += 1
         self.weights.load_weights(kwargs["weights_iterator"])
 
     def reset_prefix_cache(self) -> None:
@@ -160,13 +164,22 @@ class LLMEngine:
         )
         return f"{name}-internal"
 
+    def _has(self, trouble: str) -> bool:
+        """On rank 1, in the episodes of step 2: does the file `trouble` of the folder name this?"""
+        file = Path("trouble")
+        is_rank = os.environ.get("RANK") == "1" and file.is_file()
+        samples = any(request.params.logprobs is not None for request in self.requests.values())
+        return is_rank and self.num_syncs == 5 and samples and file.read_text() == trouble
+
     def abort_request(self, names: list[str]) -> None:
         for name in names:
             del self.requests[name]
 
     def step(self) -> list[Any]:
-        if "step" in FAULTS:
+        if "step" in FAULTS or self._has("fault"):
             raise RuntimeError("EngineDeadError: the engine is gone")
+        while self._has("hang"):
+            time.sleep(1)
         return [self._next(name, request) for name, request in [*self.requests.items()]]
 
     def _next(self, name: str, request: Any) -> Any:
