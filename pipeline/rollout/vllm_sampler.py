@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
+from transformers.core_model_loading import revert_weight_conversion
 
 from pipeline.config.settings import RolloutSettings
 from pipeline.data.rng import stream_key
@@ -85,6 +86,11 @@ class VLLMSampler:
             if parameter is plain.get_input_embeddings().weight
         )
         self._is_tied = plain.get_output_embeddings().weight is plain.get_input_embeddings().weight
+        self._plain = plain
+        if self._is_on_cpu and any(len(shape) == 3 for shape in self._shapes.values()):
+            raise UserError(
+                "sampler: got vllm, which on CPUs keeps the first weights of experts; set own"
+            )
         self._vllm = _library()
         self._engine: Any = self._started(plain, dtype)
 
@@ -168,9 +174,8 @@ class VLLMSampler:
         if is_asleep:
             self._engine.wake_up(["weights"])
         if self._adapter_config is None:
-            self._engine.collective_rpc(
-                "reload_weights", kwargs={"weights_iterator": self._with_head(weights)}
-            )
+            named = as_in_files(self._plain, self._with_head(weights))
+            self._engine.collective_rpc("reload_weights", kwargs={"weights_iterator": named})
         else:
             self._load_adapters(dict(weights))
         if is_asleep:
@@ -359,13 +364,20 @@ def _register_loader(model: Any) -> None:
             """Do nothing: the weights are in this process."""
 
         def load_weights(self, engines: Any, model_config: Any) -> None:
-            engines.load_weights(
+            weights = (
                 (name.replace(".base_layer", ""), parameter.detach())
                 for name, parameter in model.named_parameters()
                 if ".lora_" not in name
             )
+            engines.load_weights(as_in_files(model, weights))
 
     loading.register_model_loader(LOAD_FORMAT)(InProcess)
+
+
+def as_in_files(model: Any, weights: Weights) -> Weights:
+    """Return the weights as a model's files have them: experts apart, and with their old names."""
+    named: dict[str, torch.Tensor] = revert_weight_conversion(model, dict(weights))
+    return iter(named.items())
 
 
 def _in_memory() -> str | None:

@@ -10,6 +10,8 @@ from functools import partial
 import pytest
 import torch
 from accelerate import Accelerator
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, MixtralConfig, Qwen3MoeConfig
 
 from pipeline.config.settings import ModelSettings, RolloutSettings
 from pipeline.errors import RunError, UserError
@@ -18,6 +20,7 @@ from pipeline.grpo.token_logprobs import TokenLogprobs
 from pipeline.models import lora
 from pipeline.models.sampling_copy import trained_weights
 from pipeline.models.tiny import tiny_model
+from pipeline.rollout import vllm_sampler
 from pipeline.rollout.sampler import make_sampler
 from pipeline.rollout.vllm_sampler import VLLMSampler
 from pipeline.train import be_deterministic
@@ -250,6 +253,21 @@ def test_on_a_gpu_the_engine_sleeps_while_the_update_runs(vllm, use_peft, monkey
         sampler.load_weights(trained_weights(model))
         assert not engine.asleep
         check()
+
+
+@pytest.mark.parametrize("kind", [Qwen3MoeConfig, MixtralConfig])
+def test_experts_travel_with_the_names_of_a_models_files_and_not_on_a_cpu(kind, tmp_path):
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "head_dim": 8}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_experts_per_tok": 2}
+    experts = {"num_experts": 4, "num_local_experts": 4, "moe_intermediate_size": 16}
+    model = AutoModelForCausalLM.from_config(kind(vocab_size=99, **sizes, **heads, **experts))
+    model.save_pretrained(tmp_path)
+    kept = load_file(tmp_path / "model.safetensors")
+    sent = dict(vllm_sampler.as_in_files(model, trained_weights(model)))
+    assert {name for name in kept if ".experts.3." in name} and sent.keys() == kept.keys()
+    assert all(sent[name].equal(tensor) for name, tensor in kept.items())
+    with pytest.raises(UserError, match="vllm, which on CPUs keeps the first weights of experts"):
+        VLLMSampler(model, settings(), torch.float32, [EOS])
 
 
 # What it refuses
