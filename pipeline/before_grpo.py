@@ -18,19 +18,19 @@ from pipeline.grpo.collect import RolloutBatch, play_groups
 from pipeline.report.tables import start_block
 from pipeline.rft import examples_of, in_words, kept_of, metrics_of, settings_of_round, summary_of
 from pipeline.rollout.trajectory import Trajectory
-from pipeline.run_state import RunState
+from pipeline.run_state import Run, evaluate_held_out
 from pipeline.sft import fine_tune, sft_examples
 from pipeline.tracking.progress import StageProgress, episodes_of
 
 
-def before_training(run: RunState) -> None:
+def before_training(run: Run) -> None:
     """Evaluate the given model; do the warm start and RFT, and evaluate after each."""
     config = run.config
     state = run.state
     if config.evaluation.agent_url is not None:
         play_agent(run, str(config.evaluation.agent_model))
     if not state.evaluated("start"):
-        run.evaluate("start")
+        evaluate_held_out(run, "start")
     if not config.grpo.use_grpo:
         return
     if config.model.use_peft and config.is_supervised:
@@ -39,14 +39,14 @@ def before_training(run: RunState) -> None:
         if state.stage == "start":
             give_warm_start(run)
         if not state.evaluated("warm_start"):
-            run.evaluate("warm_start")
+            evaluate_held_out(run, "warm_start")
     if config.rft.rft_rounds and state.step == 0:
         give_rft(run)
     if config.evaluation.start_report_tasks and config.grpo.max_steps and state.step == 0:
         play_for_report(run)
 
 
-def play_agent(run: RunState, name: str) -> None:
+def play_agent(run: Run, name: str) -> None:
     """Let the endpoint at `agent_url` play the held-out tasks, unless it has done so.
 
     Its failure does not end the run; a resumed run tries again, and pays no call twice.
@@ -76,7 +76,7 @@ def play_agent(run: RunState, name: str) -> None:
         run.say(f"agent {name}: success sampled  {rates_in_words(entry['success'])}")
 
 
-def give_warm_start(run: RunState) -> None:
+def give_warm_start(run: Run) -> None:
     """Train on demonstrations, and save the first checkpoint."""
     begun = time.perf_counter()
     config = run.config
@@ -92,7 +92,7 @@ def give_warm_start(run: RunState) -> None:
     _save_and_give(run, "warm-start")
 
 
-def give_rft(run: RunState) -> None:
+def give_rft(run: Run) -> None:
     """Do the rounds of RFT that are missing, with a checkpoint after each, and evaluate.
 
     A checkpoint before the first round keeps what came before, so that a killed run repeats at
@@ -105,10 +105,10 @@ def give_rft(run: RunState) -> None:
         _rft_round(run, number)
         _save_and_give(run, "rft")
     if not run.state.evaluated("rft"):
-        run.evaluate("rft")
+        evaluate_held_out(run, "rft")
 
 
-def _rft_round(run: RunState, number: int) -> None:
+def _rft_round(run: Run, number: int) -> None:
     begun = time.perf_counter()
     name = f"rft-{number}"
     config = run.config
@@ -141,19 +141,19 @@ def _rft_round(run: RunState, number: int) -> None:
 
 
 @contextmanager
-def _supervised(run: RunState, name: str, num_steps: int) -> Iterator[Callable[[float], None]]:
+def _supervised(run: Run, name: str, num_steps: int) -> Iterator[Callable[[float], None]]:
     """Show the progress of supervised training; yields a function to call after each step."""
     progress = StageProgress(name, num_steps, is_main=run.ranks.is_main)
     with progress, run.ranks.phase(name):
         yield lambda loss: progress.step({"loss": loss})
 
 
-def _save_and_give(run: RunState, name: str) -> None:
+def _save_and_give(run: Run, name: str) -> None:
     run.save(name)
     run.learner.give_weights()
 
 
-def training_tasks(run: RunState, count: int, part: int, *key: int | str) -> list[Task]:
+def training_tasks(run: Run, count: int, part: int, *key: int | str) -> list[Task]:
     """Return at most `count` training tasks of each domain that a stage trains.
 
     Every rank returns the same tasks. Parts 0, 1, ... of the same `key` have other tasks until
@@ -169,7 +169,7 @@ def training_tasks(run: RunState, count: int, part: int, *key: int | str) -> lis
     return tasks
 
 
-def _play(run: RunState, tasks: Sequence[Task], name: str, *key: int | str) -> list[Trajectory]:
+def _play(run: Run, tasks: Sequence[Task], name: str, *key: int | str) -> list[Trajectory]:
     """Return this rank's groups of episodes of `tasks`; `key` names the random numbers."""
     ranks = run.ranks
     rollout = run.learner.rollout
@@ -181,7 +181,7 @@ def _play(run: RunState, tasks: Sequence[Task], name: str, *key: int | str) -> l
         return play_groups(rollout, ranks, mine, size, seed, *key, progress=progress)
 
 
-def play_for_report(run: RunState) -> None:
+def play_for_report(run: Run) -> None:
     """Play `start_report_tasks` groups of each domain for the start report."""
     key = "start report"
     tasks = training_tasks(run, run.config.evaluation.start_report_tasks, 0, key)
@@ -189,7 +189,7 @@ def play_for_report(run: RunState) -> None:
     run.logged("")  # forgets the metrics of reward functions
 
 
-def report_start(run: RunState, batch: RolloutBatch) -> None:
+def report_start(run: Run, batch: RolloutBatch) -> None:
     """Make and print the start report. Every rank must call this after the first step."""
     run.start.add(batch.first, run.config.rollout.num_generations)
     groups = run.start.gathered(run.ranks)

@@ -1,8 +1,9 @@
-"""The RunState: the state of a run on one rank, with its evaluations and checkpoints."""
+"""A run on one rank as data; how it is opened; its evaluations, checkpoints and results."""
 
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from pipeline.customers import customers_of, end_of_run, judge_of
 from pipeline.data.curriculum import Stage, describe, one_after_another
 from pipeline.distributed.ranks import Ranks
 from pipeline.distributed.watchdog import Watchdog
+from pipeline.endpoints.language_model import LanguageModel
 from pipeline.environments.tools import tool_schemas
 from pipeline.errors import UserError
 from pipeline.evaluation.advice import DeadDomains, Decisions, StartReport
@@ -45,128 +47,74 @@ from pipeline.evaluation.evaluate import (
 from pipeline.files.console import may_fail
 from pipeline.files.durable import write_text
 from pipeline.grpo.learner import Learner
+from pipeline.grpo.updater import Updater
 from pipeline.preflight.check import validate
+from pipeline.preflight.prepare import Prepared
 from pipeline.rollout.rewards import load_reward_functions
-from pipeline.rollout.sampler import make_sampler
+from pipeline.rollout.sampler import Sampler, make_sampler
 from pipeline.rollout.trajectory import RunRecord, Trajectory
 from pipeline.tracking.log import RunLog
 from pipeline.tracking.progress import episodes_of, say_start
 from pipeline.tracking.step_metrics import logged_by_reward_functions, machine
 
-Hook = Callable[["RunState", str, Sequence[Trajectory]], None]
+Hook = Callable[["Run", str, Sequence[Trajectory]], None]
 
 
-class RunState:
-    """The state of a run on one rank. Every rank of the process group makes a RunState.
+@dataclass(kw_only=True, eq=False)
+class Run:
+    """A run on one rank: its settings, facts, files and state. `open_run` makes it.
 
-    `make_sampler` has the signature of `pipeline.rollout.sampler.make_sampler`. `on_batch` is
-    called after each step and each evaluation with this object, the name of the stage or
-    evaluation, and this rank's episodes. Raises UserError for mistakes of the user.
+    The functions of `before_grpo.py` and `train.py` tell what happens to it.
     """
 
-    def __init__(
-        self,
-        config: Config,
-        accelerator: Any,
-        ranks: Ranks,
-        watchdog: Watchdog,
-        *,
-        make_sampler: Callable[..., Any] = make_sampler,
-        on_batch: Hook = lambda *_: None,
-    ) -> None:
-        self.accelerator = accelerator
-        self.ranks = ranks
-        self.watchdog = watchdog
+    config: Config
+    parts: Prepared  # domains, tasks, stages, tokenizer
+    folder: Path
 
-        # All ranks agree on the folder and on what the run is made of, before anything is written.
-        config = share_folder(config, ranks)
-        assert config.run.output_dir is not None, "share_folder names the run folder"
-        self.config = config
-        self.folder = config.run.output_dir
-        self.parts = validate(config)
-        tokenizer = self.parts.tokenizer
-        about = self.parts.about
-        made_of = dict(self.parts.made_of)
-        opened, resumed = open_together(config, ranks, tokenizer, about, made_of)
-        watchdog.can_resume = resumed is not None
-        watchdog.not_for_children += [opened.lock] if opened else []
+    accelerator: Any
+    ranks: Ranks
+    watchdog: Watchdog
 
-        # The weights, and the state of a checkpoint, which must be of the same run.
-        self._saved_state, model = load_start(config, tokenizer, resumed, accelerator.device)
-        refuse_other_weights(model, ranks)
-        if config.model.use_peft or (resumed is None and config.grpo.beta > 0):
-            made_of |= weights_of(model, ranks)  # read again when the run is resumed
-        origin = self._saved_state or origin_of_model(config)
-        name = (resumed or Path(config.model.model)).name
-        override = config.run.override
-        for line in refuse_other_origin(origin, made_of, name, override, about):
-            self.say(line)
-        self.state = TrainState()
-        self.errors = ErrorRates()
-        self.dead = DeadDomains()
-        self.start = StartReport()
-        self.decisions = Decisions()
-        for owner in (self.state, self.errors, self.dead, self.start, self.decisions):
-            owner.load_state_dict(self._saved_state)
-        refuse_other_stages(self.state.evaluations, self.stages, self.folder)
-        self.state.config = config.model_dump(mode="json")
-        self.state.about = about
-        self.state.made_of = {**self.state.made_of, **made_of}
+    learner: Learner
+    language_models: list[LanguageModel]  # customers and judge
+    judge: LanguageModel | None
 
-        # The policy, with what scores and answers its messages.
-        domains = self.parts.domains
-        rewards = load_reward_functions(config, ranks.progress)
-        customers = customers_of(config, self.folder, domains, self.parts.held_out, ranks)
-        self._judge = judge_of(config, self.folder, domains, ranks, rewards)
-        self.learner = Learner(
-            model,
-            self.parts.chat,
-            self.parts.environments,
-            config,
-            accelerator,
-            ranks,
-            make_sampler=make_sampler,
-            rewards=rewards,
-            welcomes=customers.welcomes if customers else {},
-            judge=self._judge.ask if self._judge else None,
-        )
-        if self.learner.note:
-            self.say(f"warning: {self.learner.note}")
-        first = config.data.domains[0]
-        prompt = self.parts.prompt_ids(first, self.parts.longest[first][0])
-        self.learner.check_agreement(prompt)
-        self.learner.sampling.max_episodes = self.parts.episodes_at_once
-        self.logged("")  # tells reward functions the number of steps
-        self._taken = set[str]()  # names of `log_metric` that have been warned of
-        self.language_models = [customers.model] if customers else []
-        self.language_models += [self._judge] if self._judge else []
+    log: RunLog
+    checkpointer: Checkpointer
+    saved_state: Mapping[str, Any]  # of the checkpoint from which the run goes on; empty: none
+    kl_probe: KLProbe
 
-        # The files of the run; only rank 0 has opened the folder.
-        if opened is not None:
-            evaluated = {evaluation["after"] for evaluation in self.state.evaluations}
-            run_folder.begin(opened, config, self.state.step, evaluated)
-        log_state = None if resumed is None else self._saved_state
-        self.log = RunLog(self.folder, config, is_main=ranks.is_main, state=log_state)
-        keys = {"kind": "machine", "stage": self.state.stage, "step": self.state.step}
-        self.log.timings({**keys, **machine(ranks.num_ranks)})
-        self.checkpointer = Checkpointer(
-            self.folder, ranks, config.run, self.state, tokenizer, resumed=resumed
-        )
-        self.checkpointer.owners += [self.log, self.errors, self.dead, self.start, self.decisions]
-        if opened is not None:
-            described = json.dumps(describe(self.stages, config), indent=1)
-            write_text(self.folder / "curriculum.json", described)
-            say_start(opened, self.state.step, config, self.parts.stages)
-        self.kl_probe = KLProbe(self.folder, config, ranks)
-        self.records: list[RunRecord] = []  # this rank's training episodes in the current stage
-        self._rewards: dict[str, float] = {}  # the latest mean reward of each domain
-        self._on_batch = on_batch
-        self._warned_of_gap = False
+    # What checkpoints keep.
+    state: TrainState
+    errors: ErrorRates
+    dead: DeadDomains
+    start: StartReport
+    decisions: Decisions
+
+    # What a resumed run counts anew, or reads from its files.
+    records: list[RunRecord] = field(default_factory=list)  # episodes of the stage, of this rank
+    rewards: dict[str, float] = field(default_factory=dict)  # latest mean rewards, by domain
+    num_unscored_steps: int = 0  # in a row
+    warned_of_gap: bool = False
+    warned_of_names: set[str] = field(default_factory=set)  # of `log_metric`
+
+    on_batch: Hook = lambda *_: None
 
     @property
     def stages(self) -> list[Stage]:
         """The stages of the run. If a stage ends early, the next stages begin at earlier steps."""
         return one_after_another(self.parts.stages, self.state.ended_early)
+
+    @property
+    def updater(self) -> Updater:
+        """What trains the model, from `begin_grpo` on."""
+        assert self.learner.updater is not None, "GRPO has not begun"
+        return self.learner.updater
+
+    @property
+    def is_best(self) -> bool:
+        """Whether the present policy is the best so far and has no checkpoint yet."""
+        return self.state.best.get("step") == self.state.step and not self.checkpointer.is_current
 
     def say(self, text: str) -> None:
         """Print a line on rank 0."""
@@ -184,49 +132,11 @@ class RunState:
         A value under a name of `own` is left out, with a warning at the first time.
         """
         logged = self.logged(prefix)
-        for name in sorted((logged.keys() & own.keys()) - self._taken):
-            self._taken.add(name)
+        for name in sorted((logged.keys() & own.keys()) - self.warned_of_names):
+            self.warned_of_names.add(name)
             why = "which is the pipeline's, so what a reward function logs there is left out"
             self.say(f"warning: log_metric: got {name}, {why}; choose another name")
         return {**logged, **own}
-
-    def evaluate(self, after: str) -> None:
-        """Evaluate on the held-out tasks, with sampling and greedily, and write `results.json`."""
-        begun = time.perf_counter()
-        settings = self.config.evaluation
-        trials = settings.eval_trials
-        seed = self.config.run.seed
-        rollout = self.learner.rollout
-        tasks = [task for tasks in self.parts.held_out.values() for task in tasks]
-        name = f"evaluation after {after}"
-        share = len(self.ranks.shard(len(tasks)))
-        shown = episodes_of(name, share * (trials + 1), self.ranks)
-        with self.ranks.phase("evaluate", self.state.stage, self.state.step), shown as progress:
-            sampled, trajectories = evaluate(
-                rollout, tasks, trials, seed, self.ranks, progress=progress
-            )
-            greedy, _ = evaluate(
-                rollout, tasks, 1, seed, self.ranks, greedy=True, progress=progress
-            )
-        is_trained = self.learner.updater is not None
-        ends = failed_trials([*sampled, *greedy]) or unscored_trials([*sampled, *greedy])
-        if ends and is_trained and not self.checkpointer.is_current:
-            self.save(f"step-{self.state.step:06d}")  # a check below may end the run
-        self.check_language_models()
-        rates = ErrorRates(sampled)
-        when = f"in the evaluation after {after}"
-        stop_on_errors(self.ranks, rates, self.config.rollout, trajectories, when)
-        refuse_failed_trials([*sampled, *greedy], when)
-        found = success(sampled, greedy, trials, settings.success_threshold)
-        entry = {"after": after, "step": self.state.step, "success": found}
-        self.state.evaluations.append(entry)
-        keys = {"kind": "eval", "after": after, "stage": self.state.stage, "step": self.state.step}
-        self.log.metrics(self.with_logged("eval/", {**keys, **evaluation_metrics(found)}))
-        self.log.timings({**keys, "perf/evaluation_s": time.perf_counter() - begun})
-        self.save_transcripts(f"evaluation-{after}", trajectories)
-        self.say(f"evaluation after {after}: success sampled  {in_words(found)}")
-        if self.ranks.is_main:
-            self.write_results(is_final=False)
 
     def check_language_models(self) -> None:
         """End the run on all ranks, after a checkpoint, if customers or judge cannot go on."""
@@ -249,7 +159,7 @@ class RunState:
     def save_transcripts(
         self, name: str, episodes: Sequence[Trajectory], advantages: Sequence[float] | None = None
     ) -> None:
-        self._on_batch(self, name, episodes)
+        self.on_batch(self, name, episodes)
         self.checkpointer.check_folder()
         folder = self.folder / "trajectories" / name
         step = self.state.step
@@ -266,7 +176,7 @@ class RunState:
             return {}
         parts = self.parts
         timeout = self.config.rollout.call_timeout
-        judge = self._judge.ask if self._judge else None
+        judge = self.judge.ask if self.judge else None
         return play_baselines(parts.domains, parts.held_out, timeout, judge)
 
     def write_results(self, is_final: bool = True) -> None:
@@ -293,3 +203,146 @@ class RunState:
             stages = self.stages
             held_out = self.parts.held_out
             write_results(self.folder, self.config, self.state, stages, held_out, facts, is_final)
+
+
+def open_run(
+    config: Config,
+    accelerator: Any,
+    ranks: Ranks,
+    watchdog: Watchdog,
+    *,
+    make_sampler: Callable[..., Sampler] = make_sampler,
+    on_batch: Hook = lambda *_: None,
+) -> Run:
+    """Open a run on this rank. Every rank of the process group must call this function.
+
+    `make_sampler` has the signature of `pipeline.rollout.sampler.make_sampler`. `on_batch` is
+    called after each step and each evaluation with the run, the name of the stage or evaluation,
+    and this rank's episodes. Raises UserError for mistakes of the user.
+    """
+    # All ranks agree on the folder and on what the run is made of, before anything is written.
+    config = share_folder(config, ranks)
+    assert config.run.output_dir is not None, "share_folder names the run folder"
+    folder = config.run.output_dir
+    parts = validate(config)
+    made_of = dict(parts.made_of)
+    opened, resumed = open_together(config, ranks, parts.tokenizer, parts.about, made_of)
+    watchdog.can_resume = resumed is not None
+    watchdog.not_for_children += [opened.lock] if opened else []
+
+    # The weights, and the state of a checkpoint, which must be of the same run.
+    saved_state, model = load_start(config, parts.tokenizer, resumed, accelerator.device)
+    refuse_other_weights(model, ranks)
+    if config.model.use_peft or (resumed is None and config.grpo.beta > 0):
+        made_of |= weights_of(model, ranks)  # read again when the run is resumed
+    origin = saved_state or origin_of_model(config)
+    name = (resumed or Path(config.model.model)).name
+    notes = refuse_other_origin(origin, made_of, name, config.run.override, parts.about)
+    for line in notes if ranks.is_main else ():
+        print(line, flush=True)
+    state = TrainState()
+    errors = ErrorRates()
+    dead = DeadDomains()
+    start = StartReport()
+    decisions = Decisions()
+    owners: list[Any] = [errors, dead, start, decisions]
+    for owner in (state, *owners):
+        owner.load_state_dict(saved_state)
+    stages = one_after_another(parts.stages, state.ended_early)
+    refuse_other_stages(state.evaluations, stages, folder)
+    state.config = config.model_dump(mode="json")
+    state.about = parts.about
+    state.made_of = {**state.made_of, **made_of}
+
+    # The policy, with what scores and answers its messages.
+    rewards = load_reward_functions(config, ranks.progress)
+    customers = customers_of(config, folder, parts.domains, parts.held_out, ranks)
+    judge = judge_of(config, folder, parts.domains, ranks, rewards)
+    learner = Learner(
+        model,
+        parts.chat,
+        parts.environments,
+        config,
+        accelerator,
+        ranks,
+        make_sampler=make_sampler,
+        rewards=rewards,
+        welcomes=customers.welcomes if customers else {},
+        judge=judge.ask if judge else None,
+    )
+    if learner.note and ranks.is_main:
+        print(f"warning: {learner.note}", flush=True)
+    first = config.data.domains[0]
+    learner.check_agreement(parts.prompt_ids(first, parts.longest[first][0]))
+    learner.sampling.max_episodes = parts.episodes_at_once
+
+    # The files of the run; only rank 0 has opened the folder.
+    if opened is not None:
+        evaluated = {evaluation["after"] for evaluation in state.evaluations}
+        run_folder.begin(opened, config, state.step, evaluated)
+    log = RunLog(folder, config, is_main=ranks.is_main, state=saved_state if resumed else None)
+    keys = {"kind": "machine", "stage": state.stage, "step": state.step}
+    log.timings({**keys, **machine(ranks.num_ranks)})
+    checkpointer = Checkpointer(folder, ranks, config.run, state, parts.tokenizer, resumed=resumed)
+    checkpointer.owners += [log, *owners]
+    if opened is not None:
+        write_text(folder / "curriculum.json", json.dumps(describe(stages, config), indent=1))
+        say_start(opened, state.step, config, parts.stages)
+    run = Run(
+        config=config,
+        parts=parts,
+        folder=folder,
+        accelerator=accelerator,
+        ranks=ranks,
+        watchdog=watchdog,
+        learner=learner,
+        language_models=[model for model in (customers and customers.model, judge) if model],
+        judge=judge,
+        log=log,
+        checkpointer=checkpointer,
+        saved_state=saved_state,
+        kl_probe=KLProbe(folder, config, ranks),
+        state=state,
+        errors=errors,
+        dead=dead,
+        start=start,
+        decisions=decisions,
+        on_batch=on_batch,
+    )
+    run.logged("")  # tells reward functions the number of steps
+    return run
+
+
+def evaluate_held_out(run: Run, after: str) -> None:
+    """Evaluate on the held-out tasks, with sampling and greedily, and write `results.json`."""
+    begun = time.perf_counter()
+    settings = run.config.evaluation
+    trials = settings.eval_trials
+    seed = run.config.run.seed
+    rollout = run.learner.rollout
+    tasks = [task for tasks in run.parts.held_out.values() for task in tasks]
+    name = f"evaluation after {after}"
+    share = len(run.ranks.shard(len(tasks)))
+    shown = episodes_of(name, share * (trials + 1), run.ranks)
+    with run.ranks.phase("evaluate", run.state.stage, run.state.step), shown as progress:
+        sampled, trajectories = evaluate(rollout, tasks, trials, seed, run.ranks, progress=progress)
+        greedy, _ = evaluate(rollout, tasks, 1, seed, run.ranks, greedy=True, progress=progress)
+    is_trained = run.learner.updater is not None
+    ends = failed_trials([*sampled, *greedy]) or unscored_trials([*sampled, *greedy])
+    if ends and is_trained and not run.checkpointer.is_current:
+        run.save(f"step-{run.state.step:06d}")  # a check below may end the run
+    run.check_language_models()
+    rates = ErrorRates(sampled)
+    when = f"in the evaluation after {after}"
+    stop_on_errors(run.ranks, rates, run.config.rollout, trajectories, when)
+    refuse_failed_trials([*sampled, *greedy], when)
+    found = success(sampled, greedy, trials, settings.success_threshold)
+    entry = {"after": after, "step": run.state.step, "success": found}
+    run.state.evaluations.append(entry)
+    keys = {"kind": "eval", "after": after, "stage": run.state.stage, "step": run.state.step}
+    run.log.metrics(run.with_logged("eval/", {**keys, **evaluation_metrics(found)}))
+    run.log.timings({**keys, "perf/evaluation_s": time.perf_counter() - begun})
+    run.save_transcripts(f"evaluation-{after}", trajectories)
+    run.say(f"evaluation after {after}: success sampled  {in_words(found)}")
+    if run.ranks.is_main:
+        run.write_results(is_final=False)

@@ -20,14 +20,16 @@ import torch
 from common import ready
 from turns import Gate, Work, script_of, siblings, without_users
 
+from pipeline import train
 from pipeline.config.cli import parse
 from pipeline.data.curriculum import tasks_of_step
 from pipeline.distributed import ranks as collectives
 from pipeline.distributed.watchdog import Watchdog
 from pipeline.environments.tools import tool_schemas
-from pipeline.grpo.collect import RolloutBatch, collect_rollouts
+from pipeline.grpo.collect import RolloutBatch, collect_rollouts, give_advantages
 from pipeline.rollout.trajectory import RunRecord, Trajectory
-from pipeline.train import Training, connect
+from pipeline.run_state import Run, open_run
+from pipeline.train import connect
 
 ADD_UP = collectives.add_up
 LARGE = ("gradients", "messages")  # large transfers between ranks
@@ -73,16 +75,22 @@ def main(work: Work, gate: Gate) -> None:
     accelerator, ranks = connect(config)
     if work.kind == "block" and ranks.num_ranks == 1:  # one rank's share of a step
         ranks.shard = lambda count: range(work.rank, count, work.of)  # type: ignore[method-assign]
-    kind = {"step": Stepped, "block": Measured}.get(work.kind, Training)
-    run = kind(config, accelerator, ranks, Watchdog(ranks, config.run.timeout))
+    run = open_run(config, accelerator, ranks, Watchdog(ranks, config.run.timeout))
     if work.forced or (work.kind != "block" and not config.data.reward_funcs):
         run.parts = without_users(run.parts)
     if work.forced:
         Scripted(run.learner.sampling.sampler, scripts_of(run, config.grpo.max_steps))
-    if isinstance(run, Stepped | Measured):
-        run.work = work
-        run.gate = gate
-        run.train()
+    if work.kind in ("step", "block"):
+        wait = Stepped(gate) if work.kind == "step" else Measured(run, work, gate)
+        record = train.record
+
+        def record_and_wait(run: Run, stage: Any, batch: Any, statistics: Any, meter: Any) -> Any:
+            metrics = record(run, stage, batch, statistics, meter)
+            wait(run, batch)
+            return metrics
+
+        train.record = record_and_wait
+        train.train(run)
     elif work.kind == "sampling":
         sampling(run, work, gate)
     else:
@@ -101,7 +109,7 @@ def take_place(work: Work) -> None:
     os.sched_setaffinity(0, {cores[(rank * threads + i) % len(cores)] for i in range(threads)})
 
 
-def scripts_of(run: Training, num_units: int) -> dict[tuple[int, ...], list[list[int]]]:
+def scripts_of(run: Run, num_units: int) -> dict[tuple[int, ...], list[list[int]]]:
     """The given tokens for each prompt of the next steps and each episode of its group."""
     parts = run.parts
     size = run.config.rollout.num_generations
@@ -115,20 +123,18 @@ def scripts_of(run: Training, num_units: int) -> dict[tuple[int, ...], list[list
     return found
 
 
-class Stepped(Training):
-    """The training loop, which waits after each step has written its metrics."""
+class Stepped:
+    """Waits after each step has written its metrics."""
 
-    work: Work
-    gate: Gate
-    sampled_s = 0.0
+    def __init__(self, gate: Gate) -> None:
+        self.gate = gate
+        self.sampled_s = 0.0
 
-    def record(self, stage: Any, batch: Any, statistics: Any, meter: Any) -> Any:
-        metrics = super().record(stage, batch, statistics, meter)
-        seconds = self.ranks.seconds["sample"]
-        records = self.records[-len(batch.trajectories) :]
+    def __call__(self, run: Run, batch: Any) -> None:
+        seconds = run.ranks.seconds["sample"]
+        records = run.records[-len(batch.trajectories) :]
         self.gate({**counts(records), "sample_s": seconds - self.sampled_s})
         self.sampled_s = seconds
-        return metrics
 
 
 class Exchange:
@@ -171,14 +177,14 @@ class Exchange:
         return float(sum(begun.elapsed_time(end) for begun, end in self._times)) / 1e3
 
 
-class Measured(Training):
-    """The training loop, which waits after each block of steps."""
+class Measured:
+    """Waits after each block of steps. It must be made before GRPO begins."""
 
-    work: Work
-    gate: Gate
-
-    def begin_grpo(self) -> Any:
-        self.exchange = exchange = Exchange(self.work.device)
+    def __init__(self, run: Run, work: Work, gate: Gate) -> None:
+        self.ranks = run.ranks
+        self.block = work.block
+        self.gate = gate
+        self.exchange = exchange = Exchange(work.device)
 
         # DDP takes a function with these annotations alone.
         def add_up(
@@ -188,11 +194,9 @@ class Measured(Training):
             return sums
 
         collectives.add_up = add_up  # which the updater gives to DDP
-        meter = super().begin_grpo()
         self.sampled_s = [0.0]  # cumulative seconds before and after each step of the block
         self.seen = 0
         self.before = self.counters()
-        return meter
 
     def counters(self) -> dict[str, float]:
         given = self.ranks.bytes
@@ -204,13 +208,12 @@ class Measured(Training):
             "moved_bytes": given["messages"],
         }
 
-    def record(self, stage: Any, batch: Any, statistics: Any, meter: Any) -> Any:
-        metrics = super().record(stage, batch, statistics, meter)
+    def __call__(self, run: Run, batch: Any) -> None:
         self.sampled_s.append(self.ranks.seconds["sample"])
-        if len(self.sampled_s) <= self.work.block:
-            return metrics
+        if len(self.sampled_s) <= self.block:
+            return
         now = self.counters()
-        records = self.records[self.seen :]
+        records = run.records[self.seen :]
         # This sum is equal for all numbers of ranks only if all runs sample the same episodes.
         played = sum(crc32(f"{r.domain} {r.task_id} {r.trial}".encode()) for r in records)
         spent = {f"sample_{i}_s": b - a for i, (a, b) in enumerate(pairwise(self.sampled_s))}
@@ -223,25 +226,24 @@ class Measured(Training):
             }
         )
         self.before = now
-        self.seen = len(self.records)
+        self.seen = len(run.records)
         self.sampled_s = self.sampled_s[-1:]
-        return metrics
 
 
-def collect(run: Training, step: int) -> RolloutBatch:
+def collect(run: Run, step: int) -> RolloutBatch:
     stage = run.parts.stages[0]
     sources = run.parts.sources(stage)
     return collect_rollouts(run.learner.rollout, run.ranks, run.config, stage, step, sources)
 
 
-def sampling(run: Training, work: Work, gate: Gate) -> None:
+def sampling(run: Run, work: Work, gate: Gate) -> None:
     """Sample the episodes of each step, always from the same weights."""
     for step in range(work.num_units):
         batch = collect(run, step)
         gate(counts([t.record() for t in batch.trajectories]))
 
 
-def updates(run: Training, work: Work, gate: Gate) -> None:
+def updates(run: Run, work: Work, gate: Gate) -> None:
     """Update on the episodes of the first step, which TRL's side reads from a file.
 
     A micro-batch may hold as many tokens as TRL's micro-batch with its padding.
@@ -251,15 +253,13 @@ def updates(run: Training, work: Work, gate: Gate) -> None:
     rows = [asdict(replace(t, messages=[])) for t in batch.trajectories]
     exchange = Path(work.exchange) / f"{run.ranks.rank}.json"
     exchange.write_text(json.dumps(rows), encoding="utf-8")
-    run.begin_grpo()
-    run.begin_stage(stage)
-    updater = run.learner.updater
-    assert updater is not None
+    train.begin_grpo(run)
+    train.begin_stage(run, stage)
     budget = work.microbatch_tokens or work.batch * longest(batch.trajectories)
-    updater.max_tokens_per_microbatch = budget
+    run.updater.max_tokens_per_microbatch = budget
     for _ in range(work.num_units):
-        run.advantages(batch, 0)
-        run.update(stage, batch)
+        give_advantages(batch, run.ranks, run.config, 0)
+        train.update(run, stage, batch)
         gate(counts([t.record() for t in batch.trajectories]))
 
 

@@ -25,7 +25,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -34,8 +34,8 @@ import psutil
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from pipeline import run
-from pipeline.train import Training
+from pipeline import run, train
+from pipeline.run_state import Run, open_run
 from scripts.bench.common import machine, parser_of, write_json
 from scripts.proofs.chaos import family, prepare, send, still_alive
 
@@ -204,9 +204,11 @@ def fault(kind: str) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def faulty(kind: str, phase: str, rank: int, note: Path) -> type[Training]:
-    """A run with the fault on one rank, in which every group trains."""
+def faulty(kind: str, phase: str, rank: int, note: Path) -> Callable[..., Run]:
+    """Return an `open_run` of a run with the fault on one rank, in which every group trains."""
     is_here = rank == int(os.environ["RANK"])
+    begin = train.begin_grpo
+    play = train.collect
 
     def once() -> bool:
         is_first = is_here and not note.exists()
@@ -214,45 +216,44 @@ def faulty(kind: str, phase: str, rank: int, note: Path) -> type[Training]:
             note.write_text(str(time.time()), encoding="utf-8")
         return is_first
 
-    class Faulty(Training):
-        def __init__(self, config: Any, accelerator: Any, ranks: Any, watchdog: Any) -> None:
-            told = ranks.on_phase
+    def opened(config: Any, accelerator: Any, ranks: Any, watchdog: Any) -> Run:
+        told = ranks.on_phase
 
-            def on_phase() -> None:
-                told()
-                if ranks.current.name == phase and kind != "NaN" and once():
-                    fault(kind)
-
-            ranks.on_phase = on_phase
-            if phase == "start" and once():
+        def on_phase() -> None:
+            told()
+            if ranks.current.name == phase and kind != "NaN" and once():
                 fault(kind)
-            super().__init__(config, accelerator, ranks, watchdog)
 
-        def begin_grpo(self) -> Any:
-            meter = super().begin_grpo()
-            updater = self.learner.updater
-            assert updater is not None
-            if kind == "NaN" and phase == "update":
-                compute = updater.loss
+        ranks.on_phase = on_phase
+        if phase == "start" and once():
+            fault(kind)
+        return open_run(config, accelerator, ranks, watchdog)
 
-                def loss_with_nan(*arguments: Any) -> Any:
-                    loss, stats = compute(*arguments)
-                    return loss * float("nan") if once() else loss, stats
+    def begin_grpo(run: Run) -> Any:
+        meter = begin(run)
+        if kind == "NaN" and phase == "update":
+            compute = run.updater.loss
 
-                updater.loss = loss_with_nan
-            return meter
+            def loss_with_nan(*arguments: Any) -> Any:
+                loss, stats = compute(*arguments)
+                return loss * float("nan") if once() else loss, stats
 
-        def collect(self, stage: Any, step: int) -> Any:
-            """Replace the rewards of training episodes, so that every group trains."""
-            batch = super().collect(stage, step)
+            run.updater.loss = loss_with_nan
+        return meter
+
+    def collect(run: Run, stage: Any, step: int) -> Any:
+        """Replace the rewards of training episodes, so that every group trains."""
+        batch = play(run, stage, step)
+        for trajectory in batch.trajectories:
+            trajectory.reward = float(trajectory.trial % 2)
+        if kind == "NaN" and phase == "sample" and once():
             for trajectory in batch.trajectories:
-                trajectory.reward = float(trajectory.trial % 2)
-            if kind == "NaN" and phase == "sample" and once():
-                for trajectory in batch.trajectories:
-                    trajectory.logprobs[:] = [float("nan")] * len(trajectory.logprobs)
-            return batch
+                trajectory.logprobs[:] = [float("nan")] * len(trajectory.logprobs)
+        return batch
 
-    return Faulty
+    train.begin_grpo = begin_grpo
+    train.collect = collect
+    return opened
 
 
 def run_with_fault() -> NoReturn:
@@ -264,7 +265,7 @@ def run_with_fault() -> NoReturn:
     hooks: dict[str, Any] = {}
     if "RANK" in os.environ:
         kind, phase, rank, note = os.environ["FAULT"].split(",")
-        hooks["make_training"] = faulty(kind, phase, int(rank), Path(note))
+        hooks["open_run"] = faulty(kind, phase, int(rank), Path(note))
     run.leave(run.main(sys.argv[1:], entry=Path(__file__).resolve(), **hooks))
 
 

@@ -21,7 +21,8 @@ from pipeline.rollout.row_sampler import RowSampler
 from pipeline.rollout.sampler import make_sampler
 from pipeline.rollout.sequences import cumulative
 from pipeline.rollout.trajectory import Trajectory
-from pipeline.train import Training, main
+from pipeline.run_state import Run, open_run
+from pipeline.train import main
 from scripts.proofs.ranks import play_ranks
 
 Place = tuple[str, int, str, str, int]  # stage or evaluation, step, domain, task, trial
@@ -98,13 +99,11 @@ class ForcedSampler(RowSampler):
         return picked
 
 
-class Unreported(Training):
-    """A run without the final report, which takes longer than a small run."""
-
-    def finish(self) -> None:
-        if self.ranks.is_main:
-            self.write_results()
-        self.ranks.barrier("end")
+def without_report(run: Run) -> None:
+    """The end of a run without the final report, which takes longer than a small run."""
+    if run.ranks.is_main:
+        run.write_results()
+    run.ranks.barrier("end")
 
 
 def play_run(
@@ -138,19 +137,21 @@ def play_run(
 def _run_on_this_rank(
     argv: list[str], forced: Mapping[int, Sequence[int]] | None, weights: Path | None
 ) -> Played:
-    played, trainers = Played(), []
+    played = Played()
+    runs: list[Run] = []
 
-    def keep(trainer: Training, name: str, trajectories: Sequence[Trajectory]) -> None:
-        trainers.append(trainer)
+    def keep(run: Run, name: str, trajectories: Sequence[Trajectory]) -> None:
+        runs.append(run)
         for t in trajectories:
             ids = [i for i, mask in zip(t.completion_ids, t.loss_mask, strict=True) if mask]
             logprobs = [p for p, mask in zip(t.logprobs, t.loss_mask, strict=True) if mask]
-            place = (name, trainer.state.step, t.domain, t.task_id, t.trial)
+            place = (name, run.state.step, t.domain, t.task_id, t.trial)
             assert place not in played.episodes
             played.episodes[place] = Said(ids=ids, logprobs=logprobs)
         if name.startswith("evaluation-"):
             return
-        learner, step = trainer.learner, trainer.state.step
+        learner = run.learner
+        step = run.state.step
         found = flat(learner.model)
         if weights is not None:
             theirs = np.load(weights / f"parameters-{step}.npy")
@@ -158,18 +159,18 @@ def _run_on_this_rank(
             played.update_gap = max(played.update_gap, float(gap))
             vector_to_parameters(torch.from_numpy(theirs), learner.model.parameters())
             learner.sampling.sampler.load_weights(trained_weights(learner.model))
-        elif trainer.ranks.is_main:
-            np.save(trainer.folder / f"parameters-{step}.npy", found)
+        elif run.ranks.is_main:
+            np.save(run.folder / f"parameters-{step}.npy", found)
 
     hooks: dict[str, Any] = {"on_batch": keep}
     if forced is not None:
         ForcedSampler.forced = forced
         hooks["make_sampler"] = partial(make_sampler, row_sampler=ForcedSampler)
     with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):
-        main(parse(argv), partial(Unreported, **hooks))
-    played.parameters = flat(trainers[-1].learner.model)
+        main(parse(argv), open_run=partial(open_run, **hooks), end=without_report)
+    played.parameters = flat(runs[-1].learner.model)
     if forced is not None:
-        misses = trainers[-1].learner.sampling.sampler.misses
+        misses = runs[-1].learner.sampling.sampler.misses
         played.num_forced = len(misses)
         played.ties = [distance for distance in misses.values() if distance is not None]
     return played

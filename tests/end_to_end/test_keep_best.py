@@ -12,8 +12,8 @@ from pipeline.config.settings import RunSettings
 from pipeline.distributed.ranks import Ranks
 from pipeline.evaluation.evaluate import mean_success
 from pipeline.export.checkpoint import open_checkpoint
+from pipeline.run_state import open_run
 from scripts.proofs.ranks import play_ranks
-from scripts.proofs.runs import Unreported
 from tests.support import SMALL_RUN, warm
 from tests.support.messages import refusal, says
 
@@ -57,7 +57,7 @@ def test_the_best_checkpoint_survives_a_kill_and_later_checkpoints(tmp_path):
         (tmp_path / f"{name}.jsonl").write_text("".join(rows))
     (tmp_path / "rewards.py").write_text(REWARDS)
     (tmp_path / "kill").touch()
-    killed = play_ranks(warm._main, 1, FLAGS, tmp_path, "", Unreported)
+    killed = play_ranks(warm._main, 1, FLAGS, tmp_path, "", open_run, False)
     assert killed == ["rank 0 said nothing"]
     folder = tmp_path / "out" / "checkpoints"
     assert {path.name for path in folder.iterdir()} == {"latest", "step-000004"}

@@ -14,7 +14,7 @@ from pipeline.environments.domains import load_domains
 from pipeline.environments.tools import tool_schemas
 from pipeline.models.tiny import CHAT_TEMPLATE, tiny_model, tiny_tokenizer
 from scripts.proofs.ranks import play_ranks
-from scripts.proofs.runs import Unreported
+from scripts.proofs.runs import without_report
 
 pytestmark = pytest.mark.whole_run
 
@@ -71,7 +71,7 @@ def run(folder: str, argv: list[str]) -> str:
     os.chdir(folder)
     sys.path.insert(0, folder)
     with redirect_stdout(StringIO()) as said:
-        assert main([*SHORT, *argv], make_training=Unreported) == 0
+        assert main([*SHORT, *argv], end=without_report) == 0
     return said.getvalue()
 
 

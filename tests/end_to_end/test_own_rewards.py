@@ -18,7 +18,7 @@ from pipeline.report.reader_data import read_episodes
 from pipeline.report.write import write_report
 from pipeline.run import main
 from scripts.proofs.ranks import play_ranks
-from scripts.proofs.runs import Unreported
+from scripts.proofs.runs import without_report
 from tests.support import ROOT
 from tests.support.endpoint import serving
 
@@ -45,7 +45,7 @@ def run(folder: str, argv: list[str]) -> int:
         redirect_stdout(said),
         redirect_stderr(said),
     ):
-        return main(argv, make_training=Unreported)
+        return main(argv, end=without_report)
 
 
 def episodes(folder: Path) -> list[dict[str, Any]]:

@@ -7,6 +7,7 @@ import gzip
 import json
 import os
 import shutil
+from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
 from io import StringIO
 from pathlib import Path
@@ -22,9 +23,10 @@ from pipeline.data.tasks import Task
 from pipeline.evaluation import evaluate as evaluation
 from pipeline.evaluation.advice import StartReport
 from pipeline.report import write as report
+from pipeline.run_state import Run
 from pipeline.tracking.run_files import final_numbers
 from scripts.proofs.ranks import play_ranks
-from scripts.proofs.runs import Unreported
+from scripts.proofs.runs import without_report
 from tests.support.helpers import make_task, say
 from tests.support.report_runs import make_run, matplotlib_home  # noqa: F401
 
@@ -79,16 +81,16 @@ FLAGS += ["--num-generations", "4", "--tasks-per-step", "2", "--save-steps", "1"
 FLAGS += ["--report-to", "none", "--max-steps", "2"]
 
 
-def on_this_rank(argv: list[str], kind: type[train.Training]) -> tuple[int, str]:
+def on_this_rank(argv: list[str], end: Callable[[Run], None]) -> tuple[int, str]:
     """The exit code of a run, and what it says."""
     said = StringIO()
     with redirect_stdout(said), redirect_stderr(said):
-        code = train.main(parse(argv), kind)
+        code = train.main(parse(argv), end=end)
     return code, said.getvalue()
 
 
-def play(folder: Path, *flags: str, kind: type[train.Training] = Unreported) -> str:
-    (done,) = play_ranks(on_this_rank, 1, [*FLAGS, *flags, "--output-dir", str(folder)], kind)
+def play(folder: Path, *flags: str, end: Callable[[Run], None] = without_report) -> str:
+    (done,) = play_ranks(on_this_rank, 1, [*FLAGS, *flags, "--output-dir", str(folder)], end)
     assert isinstance(done, tuple), done
     assert done[0] == 0
     return str(done[1])
@@ -102,7 +104,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     (folder / "said.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     flags = ["--demonstrations", f"{{lamp: {folder / 'said.jsonl'}}}", "--warm-start-steps", "20"]
     flags += ["--warm-start-batch-size", "4"]
-    said = play(folder / "run", *flags, kind=train.Training)
+    said = play(folder / "run", *flags, end=train.finish)
     return folder / "run", said
 
 
@@ -195,7 +197,7 @@ def test_a_run_that_is_trained_does_not_fail_by_its_report(
     done: list[str] = []
     ranks = SimpleNamespace(is_main=True, barrier=done.append, num_ranks=1)
     log = SimpleNamespace()
-    Finished(folder, ranks, log).finish()
+    train.finish(ended(folder, ranks, log))
     assert (done, log.results) == (["end"], folder)
     said = capsys.readouterr().out
     (line,) = [line for line in said.splitlines() if line.startswith("warning")]
@@ -210,20 +212,14 @@ def test_a_run_that_is_trained_does_not_fail_by_its_report(
     assert (folder / "report.md").is_file() == (broken != "report")
 
 
-class Finished(train.Training):
+def ended(folder: Path, ranks: Any, log: Any) -> Run:
     """As much of a run as its end takes."""
-
-    def __init__(self, folder: Path, ranks: Any, log: Any) -> None:
-        self.folder = folder
-        self.ranks = ranks
-        self.log = log
-        self.state = TrainState()
-        self.config = parse([])
-        self.start = StartReport()
-        parts = SimpleNamespace(
-            held_out={}, domains={}, environments={}, train={}, stages=[], about={}
-        )
-        self.parts = parts  # type: ignore[assignment]
-        self.learner = SimpleNamespace(updater=None)  # type: ignore[assignment]
-        self._judge = None
-        self.checkpointer = SimpleNamespace(wall_s=1.0)  # type: ignore[assignment]
+    parts = SimpleNamespace(held_out={}, domains={}, environments={}, train={}, stages=[], about={})
+    of_run: dict[str, Any] = dict.fromkeys(Run.__dataclass_fields__)
+    of_run |= {"folder": folder, "ranks": ranks, "log": log, "config": parse([]), "parts": parts}
+    of_run |= {"state": TrainState(), "start": StartReport()}
+    of_run |= {
+        "learner": SimpleNamespace(updater=None),
+        "checkpointer": SimpleNamespace(wall_s=1.0),
+    }
+    return Run(**of_run)

@@ -16,7 +16,7 @@ from pipeline.checkpoints.checkpoint import Checkpointer, TrainState
 from pipeline.config.settings import RunSettings
 from pipeline.distributed.ranks import Ranks
 from pipeline.run import main
-from pipeline.train import Training
+from pipeline.run_state import open_run
 from scripts.proofs.ranks import play_ranks
 from tests.support.messages import says
 
@@ -51,10 +51,9 @@ def play(folder: str, harm: str, num_ranks: int) -> tuple[int, str]:
         at = Path("/dev/full") if path.name == "optimizer.pt" else path
         return opened(at, *arguments, **settings)
 
-    training = partial(Training, on_batch=do_harm)
     with contextlib.redirect_stderr(said), contextlib.redirect_stdout(io.StringIO()):
         flags = [*FLAGS, "--output-dir", folder, "--num-gpus", str(num_ranks)]
-        code = main(flags, make_training=training)
+        code = main(flags, open_run=partial(open_run, on_batch=do_harm))
     return code, said.getvalue()
 
 

@@ -16,9 +16,8 @@ from pipeline.distributed.ranks import Ranks
 from pipeline.grpo.collect import RolloutBatch, Sample, give_advantages
 from pipeline.preflight import memory
 from pipeline.preflight.memory import Memory
-from pipeline.train import Training
+from pipeline.run_state import Run, open_run
 from scripts.proofs.grid import make_trajectory
-from scripts.proofs.runs import Unreported
 from tests.support.warm import play
 
 pytestmark = pytest.mark.whole_run
@@ -63,7 +62,7 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """Three domains in sequence on two ranks, a step each."""
     cwd = tmp_path_factory.mktemp("two-ranks")
     arguments = ["--save-steps", "1", "--output-dir", "out", "--profile", "2"]
-    done = play(*TRAIN, *arguments, cwd=cwd, kind=Training)
+    done = play(*TRAIN, *arguments, cwd=cwd, with_report=True)
     assert all(record["train/grad_norm"] > 0 for record in metrics(cwd / "out"))
     return cwd / "out", done.stdout + done.stderr
 
@@ -257,23 +256,22 @@ def conversations(folder: Path) -> list[str]:
         return [json.dumps(json.loads(line)["messages"]) for line in file]
 
 
-class Crowded(Unreported):
-    """A run on a machine whose memory is less than all episodes at once need."""
-
-    def __init__(self, config: Config, *arguments: Any, **further: Any) -> None:
-        limits = config.rollout.model_copy(update={"max_concurrent_episodes": 4})
-        need = Memory(config.model_copy(update={"rollout": limits})).need()
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(memory, "memory_of_a_rank", lambda _: need)
-            super().__init__(config, *arguments, **further)
-        print(f"at once: {self.learner.sampling.max_episodes}")
+def crowded(config: Config, *arguments: Any) -> Run:
+    """Open a run on a machine whose memory is less than all episodes at once need."""
+    limits = config.rollout.model_copy(update={"max_concurrent_episodes": 4})
+    need = Memory(config.model_copy(update={"rollout": limits})).need()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(memory, "memory_of_a_rank", lambda _: need)
+        run = open_run(config, *arguments)
+    print(f"at once: {run.learner.sampling.max_episodes}")
+    return run
 
 
 def test_a_run_plays_as_many_episodes_at_once_as_fit_with_the_same_draws(tmp_path: Path) -> None:
     arguments = [*("--no-grpo", "--domains", "airline", "--eval-tasks-per-domain", "6")]
     arguments += ["--max-turns", "3", "--max-tokens-per-turn", "12", "--report-to", "none"]
     play(*arguments, "--output-dir", "all", cwd=tmp_path, num_ranks=1)
-    done = play(*arguments, "--output-dir", "few", cwd=tmp_path, num_ranks=1, kind=Crowded)
+    done = play(*arguments, "--output-dir", "few", cwd=tmp_path, num_ranks=1, open_run=crowded)
     assert "note: 4 of 12 episodes at once, as many as fit into memory\n" in done.stdout
     assert "at once: 4\n" in done.stdout
     few, every = (conversations(tmp_path / name) for name in ("few", "all"))

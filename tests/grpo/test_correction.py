@@ -12,7 +12,7 @@ from pipeline.grpo.algorithm import token_weights
 from pipeline.grpo.micro_batches import make_micro_batches, with_trainer_logprobs
 from pipeline.grpo.token_logprobs import TokenLogprobs
 from pipeline.grpo.updater import Reference, Updater
-from pipeline.train import Training
+from pipeline.train import update
 from scripts.proofs.grid import in_float64, make_episodes, make_trajectory, small_model
 from scripts.proofs.ranks import play_ranks
 
@@ -185,7 +185,6 @@ def test_a_step_tells_which_update_is_its_last_and_warns_of_a_gap_that_is_not_co
     training = SimpleNamespace(
         config=config,
         state=SimpleNamespace(step=0),
-        peak=1e-3,
         ranks=Ranks(0, 1, 60),
         learner=SimpleNamespace(
             sampling=SimpleNamespace(sampler=nothing), give_weights=lambda: None
@@ -193,11 +192,11 @@ def test_a_step_tells_which_update_is_its_last_and_warns_of_a_gap_that_is_not_co
         updater=SimpleNamespace(update_policy=update_policy),
         accelerator=SimpleNamespace(mixed_precision="no"),
         say=lines.append,
-        _warned_of_gap=False,
+        warned_of_gap=False,
     )
     stage = SimpleNamespace(name="airline", first_step=0, num_steps=10)
     batch = SimpleNamespace(trajectories=[], samples=[])
-    statistics = Training.update(training, stage, batch)
+    statistics = update(training, stage, batch)
     assert seen == [False, False, True]
     assert statistics[f"{GAP}mean"] == 0.5  # of the first update, as the ratios are
     assert statistics.get(f"{RATIO}mean") == (1.0 if corrects else None)

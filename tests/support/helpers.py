@@ -200,8 +200,9 @@ def start_unwatched(config: Any, **hooks: Any) -> Any:
     """A run on this rank as `pipeline.train.main` starts it, without its watchdog's thread."""
     from pipeline.distributed.watchdog import Watchdog
     from pipeline.models.fitting import fitted
-    from pipeline.train import Training, connect
+    from pipeline.run_state import open_run
+    from pipeline.train import connect
 
     config, _ = fitted(config)
     accelerator, ranks = connect(config)
-    return Training(config, accelerator, ranks, Watchdog(ranks, config.run.timeout), **hooks)
+    return open_run(config, accelerator, ranks, Watchdog(ranks, config.run.timeout), **hooks)

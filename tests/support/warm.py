@@ -6,11 +6,13 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
-from pipeline.train import Training
+from pipeline.run_state import Run, open_run
+from pipeline.train import finish
 from scripts.proofs import ranks
-from scripts.proofs.runs import Unreported
+from scripts.proofs.runs import without_report
 
 Done = subprocess.CompletedProcess[str]
 
@@ -21,15 +23,16 @@ def play(
     num_ranks: int = 2,
     code: int = 0,
     sigterm_at: str = "",
-    kind: type[Training] = Unreported,
+    open_run: Callable[..., Run] = open_run,
+    with_report: bool = False,
 ) -> Done:
     """`pipeline/run.py` with these arguments on so many ranks that were launched, in `cwd`.
 
     All ranks get SIGTERM when the metrics of the folder `out` have a line with `sigterm_at`.
-    `kind` Training makes the pages and pictures at the end, which take longer than a small run.
+    `with_report`: with the pages and pictures at the end, which take longer than a small run.
     """
     argv = [*arguments, "--num-gpus", str(num_ranks)]
-    codes = ranks.play_ranks(_main, num_ranks, argv, cwd, sigterm_at, kind)
+    codes = ranks.play_ranks(_main, num_ranks, argv, cwd, sigterm_at, open_run, with_report)
     said = [
         "".join((cwd / f"{name}-{rank}").read_text() for rank in range(num_ranks))
         for name in ("stdout", "stderr")
@@ -40,7 +43,13 @@ def play(
     return done
 
 
-def _main(argv: list[str], cwd: Path, sigterm_at: str, kind: type[Training]) -> int:
+def _main(
+    argv: list[str],
+    cwd: Path,
+    sigterm_at: str,
+    open_run: Callable[..., Run],
+    with_report: bool,
+) -> int:
     from pipeline.run import main
 
     os.chdir(cwd)
@@ -52,7 +61,8 @@ def _main(argv: list[str], cwd: Path, sigterm_at: str, kind: type[Training]) -> 
         setattr(sys, name, file)
     if sigterm_at:
         threading.Thread(target=_sigterm, args=(Path("out"), sigterm_at), daemon=True).start()
-    code = main(argv, make_training=kind)
+    end = finish if with_report else without_report
+    code = main(argv, open_run=open_run, end=end)
     sys.stdout.flush()
     sys.stderr.flush()
     return code
