@@ -185,17 +185,17 @@ def play_for_report(run: Run) -> None:
     """Play `start_report_tasks` groups of each domain for the start report."""
     key = "start report"
     tasks = training_tasks(run, run.config.evaluation.start_report_tasks, 0, key)
-    run.start.add(_play(run, tasks, key, key), run.config.rollout.num_generations)
+    run.start_report.add(_play(run, tasks, key, key), run.config.rollout.num_generations)
     run.logged("")  # forgets the metrics of reward functions
 
 
 def report_start(run: Run, batch: RolloutBatch) -> None:
     """Make and print the start report. Every rank must call this after the first step."""
-    run.start.add(batch.first, run.config.rollout.num_generations)
-    groups = run.start.gathered(run.ranks)
+    run.start_report.add(batch.first, run.config.rollout.num_generations)
+    groups = run.start_report.gathered(run.ranks)
     if run.ranks.is_main:
         with may_fail("start report", "the run goes on without it"):
             evaluation = run.state.evaluations[-1]
             baselines = run.baselines
-            run.start.content = start_report(groups, evaluation, run.config, baselines)
-            print(start_block(run.start.content), flush=True)
+            run.start_report.content = start_report(groups, evaluation, run.config, baselines)
+            print(start_block(run.start_report.content), flush=True)

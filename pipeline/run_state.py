@@ -86,9 +86,9 @@ class Run:
 
     # What checkpoints keep.
     state: TrainState
-    errors: ErrorRates
-    dead: DeadDomains
-    start: StartReport
+    error_rates: ErrorRates
+    dead_domains: DeadDomains
+    start_report: StartReport
     decisions: Decisions
 
     # What a resumed run counts anew, or reads from its files.
@@ -194,7 +194,7 @@ class Run:
                 "wall_s": self.checkpointer.wall_s,
             }
             further: dict[str, Any] = {"best": self.state.best, "about": self.parts.about}
-            further |= {"rft": self.state.rft, "start": self.start.content}
+            further |= {"rft": self.state.rft, "start": self.start_report.content}
             further |= {"agents": self.state.agents, "made_of": self.state.made_of}
             facts |= {name: of for name, of in further.items() if of}
             facts["reward_parts"] = {n: d.reward_parts for n, d in self.parts.domains.items()}
@@ -241,11 +241,11 @@ def open_run(
     for line in notes if ranks.is_main else ():
         print(line, flush=True)
     state = TrainState()
-    errors = ErrorRates()
-    dead = DeadDomains()
-    start = StartReport()
+    error_rates = ErrorRates()
+    dead_domains = DeadDomains()
+    start_report = StartReport()
     decisions = Decisions()
-    owners: list[Any] = [errors, dead, start, decisions]
+    owners: list[Any] = [error_rates, dead_domains, start_report, decisions]
     for owner in (state, *owners):
         owner.load_state_dict(saved_state)
     stages = one_after_another(parts.stages, state.ended_early)
@@ -303,9 +303,9 @@ def open_run(
         saved_state=saved_state,
         kl_probe=KLProbe(folder, config, ranks),
         state=state,
-        errors=errors,
-        dead=dead,
-        start=start,
+        error_rates=error_rates,
+        dead_domains=dead_domains,
+        start_report=start_report,
         decisions=decisions,
         on_batch=on_batch,
     )

@@ -129,8 +129,8 @@ def begin_stage(run: Run, stage: Stage) -> int:
         folder = run.folder / "trajectories" / stage.name
         run.records = read_records(folder, run.ranks.rank, run.ranks.num_ranks)
     if not is_inside:
-        run.errors.load_state_dict({})
-        run.dead.load_state_dict({})
+        run.error_rates.load_state_dict({})
+        run.dead_domains.load_state_dict({})
         run.decisions.load_state_dict({})
         stages = run.stages[: stage.index + 1]
         evaluations = run.state.evaluations
@@ -221,13 +221,13 @@ def record(
     names = [] if rewards is None else rewards.names(run.parts.environments.values())
     metrics, counts = rollout_metrics(batch, run.ranks, run.config, names)
     for domain, (episodes, errors) in counts.items():
-        run.errors.add(domain, episodes, errors)
+        run.error_rates.add(domain, episodes, errors)
     _refuse_unscored(run, stage, metrics)
     keys = {"kind": "train", "stage": stage.name, "step": run.state.step}
     own = {**keys, **statistics, **metrics}
     run.log.metrics(own if rewards is None else run.with_logged("train/", own))
     run.log.timings({**keys, **meter.timings(batch.trajectories)})
-    run.dead.add(stage, metrics)
+    run.dead_domains.add(stage, metrics)
     run.decisions.add(
         stage,
         run.state.step,
@@ -262,9 +262,9 @@ def end_step(run: Run, stage: Stage, batch: RolloutBatch) -> None:
     run.save_transcripts(stage.name, batch.trajectories, advantages)
     if run.state.step == 1:
         report_start(run, batch)
-    stop_on_errors(run.ranks, run.errors, run.config.rollout, batch.trajectories)
+    stop_on_errors(run.ranks, run.error_rates, run.config.rollout, batch.trajectories)
     validate_when_due(run, stage)
-    lines = run.dead.messages(stage, run.records, run.ranks)
+    lines = run.dead_domains.messages(stage, run.records, run.ranks)
     is_stopped = bool(lines) and run.config.run.stop_on_dead_domain
     most = run.config.data.max_reward_calls
     called = run.state.num_reward_calls

@@ -81,9 +81,9 @@ def collect_rollouts(
         tasks += new
         rounds.append(len(new))
         mine = [group for group in ranks.shard(len(tasks)) if group in groups]
-        stream = (seed, "rollout", stage.name, step)
+        own = [tasks[group] for group in mine]
         with ranks.phase("sample", stage.name, step + 1):
-            rollouts = play_groups(rollout, ranks, [tasks[group] for group in mine], size, *stream)
+            rollouts = play_groups(rollout, ranks, own, size, seed, "rollout", stage.name, step)
         trajectories += rollouts
         if not settings.dynamic_sampling:
             break
@@ -95,8 +95,10 @@ def collect_rollouts(
         if len(rounds) > settings.max_resample_times:
             break
         replaced = [tasks[group] for group in groups if zero_std[group]]
-        key = (seed, "replacements", stage.name, step, len(rounds))
-        new = replacement_tasks(replaced, {task.key for task in tasks}, sources, *key)
+        used = {task.key for task in tasks}
+        new = replacement_tasks(
+            replaced, used, sources, seed, "replacements", stage.name, step, len(rounds)
+        )
     group_of = [group for group in ranks.shard(len(tasks)) for _ in range(size)]
     counted = in_baseline(left_out(trajectories), size).tolist()
     return RolloutBatch(

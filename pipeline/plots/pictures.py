@@ -160,8 +160,7 @@ def stop_reasons(run: RunData) -> Figure | None:
 
 def zero_std_groups(run: RunData) -> Figure | None:
     records = [record for record in run.train if "rollout/all_failed" in record]
-    names = ("all_failed", "all_solved", "too_few_left")
-    failed, solved, few = _columns(records, "rollout/", *names)
+    failed, solved, few = _columns(records, "rollout/", "all_failed", "all_solved", "too_few_left")
     signal = 1 - failed - solved - few
     layers = {"all failed": failed, "with a signal": signal, "all solved": solved}
     panels = {"share of groups": {**layers, "fewer than two left": few}}
@@ -170,8 +169,16 @@ def zero_std_groups(run: RunData) -> Figure | None:
 
 
 def time_and_memory(run: RunData) -> Figure | None:
-    names = ("sample_s", "environment_s", "update_s", "wait_s", "step_s", "peak_memory_mb")
-    sample, environment, update, wait, step, memory = _columns(run.timings, "perf/", *names)
+    sample, environment, update, wait, step, memory = _columns(
+        run.timings,
+        "perf/",
+        "sample_s",
+        "environment_s",
+        "update_s",
+        "wait_s",
+        "step_s",
+        "peak_memory_mb",
+    )
     other = np.maximum(0, step - sample - update - wait)
     layers = {"sampling": sample - environment, "environment": environment, "update": update}
     panels = {

@@ -217,7 +217,7 @@ def ended(folder: Path, ranks: Any, log: Any) -> Run:
     parts = SimpleNamespace(held_out={}, domains={}, environments={}, train={}, stages=[], about={})
     of_run: dict[str, Any] = dict.fromkeys(Run.__dataclass_fields__)
     of_run |= {"folder": folder, "ranks": ranks, "log": log, "config": parse([]), "parts": parts}
-    of_run |= {"state": TrainState(), "start": StartReport()}
+    of_run |= {"state": TrainState(), "start_report": StartReport()}
     of_run |= {
         "learner": SimpleNamespace(updater=None),
         "checkpointer": SimpleNamespace(wall_s=1.0),
