@@ -1,6 +1,7 @@
 """Preparation of a run without its model: tasks, environments, tokenizer, chat format, stages."""
 
 import json
+import os
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
@@ -278,22 +279,27 @@ def _hashes_of_modules(named: str) -> dict[str, str]:
     Of an installed package, only its own files count.
     """
     files = {
-        name: Path(file)
+        name: file
         for name, module in [*sys.modules.items()]
         if (file := getattr(module, "__file__", None))
         and name.partition(".")[0] != __package__.partition(".")[0]
     }
     if named not in files:
         return {}
-    is_package = files[named].name == "__init__.py"
-    folder = files[named].parents[named.count(".") + is_package]  # from which it was imported
+    own = Path(files[named])
+    folder = own.parents[named.count(".") + (own.name == "__init__.py")]  # it was imported from
     if folder.name == "site-packages":
         folder /= named.partition(".")[0]
+    inside = f"{folder}{os.sep}"
+    # Of thousands of modules few lie there, so paths are compared as text.
     beside = {
-        name: file
+        name: Path(file)
         for name, file in files.items()
         if name == named
-        or (folder in file.parents and "site-packages" not in file.relative_to(folder).parts)
+        or (
+            file.startswith(inside)
+            and "site-packages" not in file.removeprefix(inside).split(os.sep)
+        )
     }
     return {f"{MODULE}{name}": hash_of(file) for name, file in beside.items() if file.is_file()}
 
