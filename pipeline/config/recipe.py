@@ -15,6 +15,7 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
 from pipeline.config import rules
+from pipeline.config.installed import with_installed
 from pipeline.config.settings import DEFAULT_DOMAINS, Config, Section
 from pipeline.errors import UserError, nearest
 from pipeline.files.layout import shipped
@@ -80,7 +81,10 @@ def read_recipe(path: Path) -> dict[str, Any]:
 
 
 def resolve(path: Path, tree: Mapping[str, Any], flags: Mapping[tuple[str, ...], str]) -> Config:
-    """Return the validated settings. `flags` maps settings from the command line to their flags."""
+    """Return the validated settings, with installed domains in `environments`.
+
+    `flags` maps settings from the command line to their flags. Raises UserError for a mistake.
+    """
     try:
         config = Config.model_validate(tree)
     except ValidationError as error:
@@ -105,6 +109,7 @@ def resolve(path: Path, tree: Mapping[str, Any], flags: Mapping[tuple[str, ...],
         if masked_tree(value) != value:
             remedy = "give it in the environment, as HF_TOKEN or WANDB_API_KEY"
             raise UserError(f"{where}: holds a password or a token; {remedy}")
+    config = with_installed(config)
     rules.check(config)
     return config
 

@@ -4,8 +4,9 @@ import os
 import re
 from collections.abc import Sequence
 
+from pipeline.config.installed import installed_domains
 from pipeline.config.settings import EMBEDDED_DOMAINS, Config, Section
-from pipeline.errors import UserError
+from pipeline.errors import UserError, nearest
 
 JOINT_STAGES = ("mixed", "interleaved")
 IMPORT_STRING = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
@@ -225,11 +226,9 @@ def _names(config: Config) -> Rows:
     used = data.domains
     stages = list(dict.fromkeys([*known, *JOINT_STAGES, *config.stage_names]))
     scales = config.grpo.domain_advantage_scale
-    own = "known domains, or give its class in `environments`, or its `tasks` with `reward_funcs`"
     of_run = "domains of the run, as `domains` lists them"
-    rows: Rows = []
+    rows: Rows = [(True, _unknown_domain(name, known)) for name in used if name not in known]
     for setting, given, choices, kind in (
-        ("domains", used, known, own),
         ("tasks", data.tasks, used, of_run),
         ("eval_tasks", data.eval_tasks, used, of_run),
         ("demonstrations", data.demonstrations, used, of_run),
@@ -247,6 +246,14 @@ def _names(config: Config) -> Rows:
         is_double = len(set(names)) < len(names)
         rows.append((is_double, f"{setting}: got {','.join(names)}; name each once"))
     return rows
+
+
+def _unknown_domain(name: str, known: Sequence[str]) -> str:
+    offered = [*known, *sorted(installed_domains().names - {*known})]
+    near = nearest(name, offered)
+    hint = "install its package, or give its class in `environments`, or its `tasks` with"
+    hint += f" `reward_funcs`; did you mean {near}?" if near else " `reward_funcs`"
+    return f"domains: got {name!r}; name known domains ({', '.join(offered)}), {hint}"
 
 
 def _curriculum(config: Config) -> Rows:

@@ -13,14 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.errors import CtrlC
-from pipeline.files.console import say
+from pipeline.files.console import USER_PACKAGES, say
 
 MAX_CHARACTERS = 10_000_000  # largest length of a text that an environment returns
 FAULT_CHARACTERS = 500  # largest length of an exception's text in an EnvironmentFault
 SOURCE_CHARACTERS = 120  # largest length of a source line in an EnvironmentFault
 # Paths of libraries and of this package, except the embedded domains; `describe` names the last
-# source line outside these paths.
-_LIBRARIES = ("<", *map(sysconfig.get_path, ("stdlib", "purelib", "platlib")))
+# source line outside these paths, or of an installed package that the user's settings name.
+_LIBRARIES = tuple(map(sysconfig.get_path, ("stdlib", "purelib", "platlib")))
 _LIBRARIES += tuple(str(p) for p in Path(__file__).parents[1].iterdir() if p.name != "embedded")
 
 
@@ -87,12 +87,19 @@ def describe(error: BaseException) -> str:
     name = type(error).__name__
     text = " ".join(text_of(error)[:FAULT_CHARACTERS].split())
     line = f"{name}: {text}" if text else name
-    frames = traceback.extract_tb(error.__traceback__)
-    if not (own := [f for f in frames if not f.filename.startswith(_LIBRARIES)]):
+    modules = [f.f_globals.get("__name__", "") for f, _ in traceback.walk_tb(error.__traceback__)]
+    frames = zip(traceback.extract_tb(error.__traceback__), modules, strict=True)
+    if not (own := [frame for frame, module in frames if _is_users(frame.filename, module)]):
         return line
     source = f": {own[-1].line[:SOURCE_CHARACTERS]}" if own[-1].line else ""
     where = f"({Path(own[-1].filename).name}, line {own[-1].lineno}{source})"
     return f"{line} {where}".encode(errors="replace").decode()
+
+
+def _is_users(file: str, module: str) -> bool:
+    is_installed = file.startswith(_LIBRARIES)
+    is_named = module.partition(".")[0] in USER_PACKAGES
+    return not file.startswith("<") and (is_named or not is_installed)
 
 
 def text_of(error: BaseException) -> str:

@@ -13,6 +13,7 @@ from pipeline.files.untrusted import printable, reason_of
 
 # Name of the environment variable for how the user calls the commands; ranks inherit the variable.
 STARTED_AS = "PIPELINE_STARTED_AS"
+USER_PACKAGES = set[str]()  # top-level names of the user's modules, which may be installed
 STYLES = {"bold": 1, "dim": 2, "cyan": 36}  # ANSI codes
 
 
@@ -65,6 +66,9 @@ def user_module(name: str) -> ModuleType:
 
     If no module of this name exists, the ModuleNotFoundError says where it was searched.
     """
+    package = name.partition(".")[0]
+    if package != __package__.partition(".")[0]:
+        USER_PACKAGES.add(package)
     here = os.getcwd()
     if here not in sys.path:
         sys.path.append(here)

@@ -1,0 +1,41 @@
+"""Domains of installed packages, which are entry points of the group `three_domain_grpo.domains`.
+
+An entry point names an environment as the setting `environments` does. It becomes an entry of
+`environments` before anything else reads the settings, so that the rest of the pipeline, the run
+folder and a resumed run treat the domain as one that the user has named.
+"""
+
+from importlib.metadata import EntryPoints, entry_points
+
+from pipeline.config.settings import Config
+from pipeline.errors import UserError
+
+
+def installed_domains() -> EntryPoints:
+    """Return the entry points of all installed packages' domains. No package is imported."""
+    return entry_points(group="three_domain_grpo.domains")
+
+
+def with_installed(config: Config) -> Config:
+    """Return the settings with the installed domains among `domains` as entries of `environments`.
+
+    The user's own entry of `environments` is kept. Raises UserError if one of `domains` is claimed
+    by several packages, or is an embedded domain that a package claims.
+    """
+    data = config.data
+    installed = installed_domains()
+    embedded = data.factories.keys() - data.own_domains
+    environments = dict(data.environments)
+    for name in data.domains:
+        claims = [] if name in data.environments else [*installed.select(name=name)]
+        packages = " and ".join(sorted(point.dist.name for point in claims if point.dist))
+        if claims and name in embedded:
+            remedy = "uninstall it, or rename its entry point"
+            raise UserError(f"domains: got {name}, which is embedded, and of {packages}; {remedy}")
+        if len(claims) > 1:
+            remedy = f"uninstall one, or choose with environments {{{name}: module:name}}"
+            raise UserError(f"domains: got {name}, which is of {packages}; {remedy}")
+        for point in claims:
+            # Without `[extras]` and spaces, which an entry point may have.
+            environments[name] = "".join(point.value.partition("[")[0].split())
+    return config.changed("data", environments=environments)
