@@ -27,15 +27,20 @@ def with_installed(config: Config) -> Config:
     embedded = data.factories.keys() - data.own_domains
     environments = dict(data.environments)
     for name in data.domains:
-        claims = [] if name in data.environments else [*installed.select(name=name)]
-        packages = " and ".join(sorted(point.dist.name for point in claims if point.dist))
-        if claims and name in embedded:
-            remedy = "uninstall it, or rename its entry point"
-            raise UserError(f"domains: got {name}, which is embedded, and of {packages}; {remedy}")
+        found = installed.select(name=name)
+        claims = {point.dist.name: point.value for point in found if point.dist}
+        if not claims or name in data.environments:
+            continue
+        packages = " and ".join(sorted(claims))
+        if name in embedded:
+            remedy = f"uninstall {packages}, or rename its entry point"
+            raise UserError(
+                f"domains: got {name}, embedded here and claimed by {packages}; {remedy}"
+            )
         if len(claims) > 1:
-            remedy = f"uninstall one, or choose with environments {{{name}: module:name}}"
-            raise UserError(f"domains: got {name}, which is of {packages}; {remedy}")
-        for point in claims:
-            # Without `[extras]` and spaces, which an entry point may have.
-            environments[name] = "".join(point.value.partition("[")[0].split())
+            remedy = f"uninstall one, or give environments {{{name}: module:Class}}"
+            raise UserError(f"domains: got {name}, claimed by {packages}; {remedy}")
+        (value,) = claims.values()
+        # Without `[extras]` and spaces, which the value of an entry point may have.
+        environments[name] = "".join(value.partition("[")[0].split())
     return config.changed("data", environments=environments)

@@ -2,6 +2,7 @@
 
 import sys
 from pathlib import Path
+from shutil import copytree
 
 import pytest
 
@@ -83,17 +84,23 @@ def test_two_packages_that_claim_one_name_are_refused_if_it_is_asked_for(install
     install("other_pkg", "mine = other_pkg:Mine")
     assert environments("airline") == {}
     assert refusal(parse, ["--domains", "mine"]) == (
-        "domains: got mine, which is of mine_pkg and other_pkg; uninstall one, or choose with "
-        "environments {mine: module:name}"
+        "domains: got mine, claimed by mine_pkg and other_pkg; uninstall one, or give "
+        "environments {mine: module:Class}"
     )
+
+
+def test_a_package_that_pip_has_removed_by_half_is_no_second_one(install, tmp_path):
+    install("mine_pkg", "mine = mine_pkg:Mine")
+    copytree(tmp_path / "mine_pkg-1.0.dist-info", tmp_path / "~ine_pkg-1.0.dist-info")
+    assert environments("mine") == {"mine": "mine_pkg:Mine"}
 
 
 def test_a_package_that_claims_an_embedded_name_is_refused_if_it_is_asked_for(install):
     install("mine_pkg", "airline = mine_pkg:Mine")
     assert environments("retail") == {}
     assert refusal(parse, ["--domains", "airline"]) == (
-        "domains: got airline, which is embedded, and of mine_pkg; uninstall it, or rename its "
-        "entry point"
+        "domains: got airline, embedded here and claimed by mine_pkg; uninstall mine_pkg, or "
+        "rename its entry point"
     )
 
 
