@@ -11,12 +11,18 @@ from pipeline.data.tasks import Task
 from pipeline.endpoints.language_model import LanguageModel
 from pipeline.evaluation.advice import start_report
 from pipeline.evaluation.agents import agent_rollout, evaluate_agent
-from pipeline.evaluation.evaluate import ErrorRates, stop_on_errors
-from pipeline.evaluation.evaluate import in_words as rates_in_words
+from pipeline.evaluation.evaluate import ErrorRates, stop_on_errors, success_in_words
 from pipeline.files.console import may_fail
 from pipeline.grpo.collect import RolloutBatch, play_groups
 from pipeline.report.tables import start_block
-from pipeline.rft import examples_of, in_words, kept_of, metrics_of, settings_of_round, summary_of
+from pipeline.rft import (
+    examples_of,
+    kept_of,
+    metrics_of,
+    round_in_words,
+    settings_of_round,
+    summary_of,
+)
 from pipeline.rollout.trajectory import Trajectory
 from pipeline.run_state import Run, evaluate_held_out
 from pipeline.sft import fine_tune, sft_examples
@@ -73,7 +79,7 @@ def play_agent(run: Run, name: str) -> None:
     if why := entry.get("failed"):
         run.say(f"warning: agent {name} failed: {why}")
     else:
-        run.say(f"agent {name}: success sampled  {rates_in_words(entry['success'])}")
+        run.say(f"agent {name}: success sampled  {success_in_words(entry['success'])}")
 
 
 def give_warm_start(run: Run) -> None:
@@ -133,7 +139,7 @@ def _rft_round(run: Run, number: int) -> None:
             entry["loss"] = fine_tune(
                 config, run.accelerator, ranks, run.learner.model, examples, on_step
             )
-    run.say(in_words(entry))
+    run.say(round_in_words(entry))
     run.state.rft.append(entry)
     keys = {"kind": "rft", "stage": "rft", "step": 0}
     run.log.timings({**keys, "perf/rft_s": time.perf_counter() - begun})

@@ -38,7 +38,7 @@ Your instructions:
 """
 Ask = Callable[[list[Message], Sequence[dict[str, Any]]], Awaitable[Message]]
 # Gives an environment its customer: (environment, task, key, request) -> new request.
-Welcome = Callable[[Any, Task, int, str], Coroutine[Any, Any, str] | str]
+OpeningMessage = Callable[[Any, Task, int, str], Coroutine[Any, Any, str] | str]
 
 # Of the scripted customer.
 MOST_REPLIES = 20
@@ -222,13 +222,16 @@ def _scenario_text(task: Task) -> str:
 
 
 class Customers:
-    """The language model's customers on one rank. `welcomes` has the domains' `welcome` by name."""
+    """The language model's customers on one rank.
+
+    `opening_messages` has, by domain, the function that gives a customer's first message.
+    """
 
     def __init__(self, model: LanguageModel, domains: Iterable[str]) -> None:
         self.model = model
-        self.welcomes = dict.fromkeys(domains, self.welcome)
+        self.opening_messages = dict.fromkeys(domains, self.opening_message)
 
-    async def welcome(self, environment: Any, task: Task, key: int, request: str) -> str:
+    async def opening_message(self, environment: Any, task: Task, key: int, request: str) -> str:
         """Give an episode its customer; return the request, with the customer's first words.
 
         `key` is the episode's key, from which the seed of the calls comes. `request` is the task's

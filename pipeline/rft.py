@@ -14,7 +14,7 @@ from pipeline.config.settings import Config
 from pipeline.evaluation.evaluate import grouped
 from pipeline.evaluation.transfer import succeeded
 from pipeline.rollout.trajectory import RunRecord, Trajectory
-from pipeline.sft import IGNORED, SFTExample, passes
+from pipeline.sft import IGNORED, SFTExample, epochs
 
 MOST_PER_TASK = 4  # maximum number of kept episodes of a task, so that easy tasks do not prevail
 NUM_EPOCHS = 2  # number of passes over the kept episodes of a round
@@ -62,7 +62,7 @@ def examples_of(kept: Sequence[Kept], batch_size: int, *key: int | str) -> list[
     """
     ordered = sorted(kept, key=lambda one: one[:3])
     num_steps = -(-NUM_EPOCHS * len(ordered) // batch_size)
-    order = islice(passes(len(ordered), *key), num_steps * batch_size)
+    order = islice(epochs(len(ordered), *key), num_steps * batch_size)
     return [ordered[i].example for i in order]
 
 
@@ -95,7 +95,7 @@ def summary_of(
     return {"round": number, **sums, "kept": len(kept), "domains": domains}
 
 
-def in_words(entry: dict[str, Any]) -> str:
+def round_in_words(entry: dict[str, Any]) -> str:
     """Return the line of a round for the terminal."""
     name = f"rft round {entry['round']}"
     if not entry["kept"]:

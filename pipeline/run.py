@@ -21,7 +21,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
-from pipeline.config import variables
+from pipeline.config import environment_variables
 from pipeline.errors import LOST_CONNECTION, STARTED_BY_US, CtrlC, RunError, UserError
 from pipeline.files.console import importing
 from pipeline.files.untrusted import printable
@@ -46,7 +46,7 @@ def guarded(call: Callable[[], int]) -> int:
     """Return the exit code of `call`; print an exception as one line of text or as a traceback."""
     is_main = os.environ.get("LOCAL_RANK", "0") == "0"
     try:
-        with _keyboard(), variables.named():
+        with _keyboard(), environment_variables.named():
             return call()
     except (UserError, RunError) as error:
         if not is_main and not error.is_first:
@@ -100,10 +100,10 @@ def _run(argv: list[str], entry: Path | None, hooks: dict[str, Any]) -> int:
     from pipeline.config.cli import parse
     from pipeline.config.rules import refuse_placeholders
     from pipeline.distributed import launch
-    from pipeline.models.files import check_name
+    from pipeline.models.model_files import check_name
 
     config, notes = take_model_of_run(restarted(parse(argv)))
-    variables.refuse()
+    environment_variables.refuse()
     is_first_rank = os.environ.get("RANK", "0") == "0"
     for note in notes if is_first_rank else ():
         print(note, flush=True)

@@ -37,10 +37,10 @@ from pipeline.evaluation.evaluate import (
     evaluate,
     evaluation_metrics,
     failed_trials,
-    in_words,
     refuse_failed_trials,
     stop_on_errors,
     success,
+    success_in_words,
     unscored_trials,
     write_results,
 )
@@ -267,7 +267,7 @@ def open_run(
         ranks,
         make_sampler=make_sampler,
         rewards=rewards,
-        welcomes=customers.welcomes if customers else {},
+        opening_messages=customers.opening_messages if customers else {},
         judge=judge.ask if judge else None,
     )
     if learner.note and ranks.is_main:
@@ -343,6 +343,6 @@ def evaluate_held_out(run: Run, after: str) -> None:
     run.log.metrics(run.with_logged("eval/", {**keys, **evaluation_metrics(found)}))
     run.log.timings({**keys, "perf/evaluation_s": time.perf_counter() - begun})
     run.save_transcripts(f"evaluation-{after}", trajectories)
-    run.say(f"evaluation after {after}: success sampled  {in_words(found)}")
+    run.say(f"evaluation after {after}: success sampled  {success_in_words(found)}")
     if run.ranks.is_main:
         run.write_results(is_final=False)

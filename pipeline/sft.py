@@ -166,19 +166,19 @@ def sft_examples(
             alive()
         size = len(own)
         if domain.name in config.data.demonstrations:
-            repeated[domain.name] = passes(size, seed, "warm start", domain.name)
+            repeated[domain.name] = epochs(size, seed, "warm start", domain.name)
             size = per_domain
         positions += [(domain.name, index) for index in range(size)]
     if not positions:
         raise UserError("demonstrations: got none for the warm start; give --warm-start-steps 0")
-    order = islice(passes(len(positions), seed, "warm start"), total)
+    order = islice(epochs(len(positions), seed, "warm start"), total)
     return [
         examples[name][next(repeated[name]) if name in repeated else index]
         for name, index in (positions[i] for i in order)
     ]
 
 
-def passes(size: int, *key: int | str) -> Iterator[int]:
+def epochs(size: int, *key: int | str) -> Iterator[int]:
     """Yield the numbers below `size` again and again, each time in a random order of its own."""
     return (i for number in count() for i in permutation(size, *key, number))
 

@@ -22,11 +22,11 @@ from pipeline.before_grpo import before_training, report_start
 from pipeline.checkpoints.checkpoint import full_disk
 from pipeline.checkpoints.run_folder import folder_of
 from pipeline.checkpoints.transcripts import read_records
-from pipeline.config import variables
+from pipeline.config import environment_variables
 from pipeline.config.settings import Config
 from pipeline.data.curriculum import Stage, learning_rate_at
 from pipeline.data.tasks import Task
-from pipeline.distributed.connecting import meet_again, meeting
+from pipeline.distributed.connecting import rendezvous, rendezvous_again
 from pipeline.distributed.launch import CONFIGS
 from pipeline.distributed.ranks import Interrupted, Ranks
 from pipeline.distributed.watchdog import GRACE_S, Watchdog
@@ -401,7 +401,7 @@ def main(
 
 def connect(config: Config) -> tuple[Accelerator, Ranks]:
     """Join the process group; raise UserError for an unsuitable launch configuration."""
-    with meeting(config.run.timeout + GRACE_S):
+    with rendezvous(config.run.timeout + GRACE_S):
         return _connected(config)
 
 
@@ -409,9 +409,9 @@ def _connected(config: Config) -> tuple[Accelerator, Ranks]:
     transformers_logging.disable_progress_bar()
     # Accelerate passes `broadcast_buffers` under an old name, and torch 2.13 warns about the name.
     warnings.filterwarnings("ignore", message=".*broadcast_buffers", category=FutureWarning)
-    meet_again(config.run.timeout + GRACE_S, "cuda" if on_gpu() else "cpu")
+    rendezvous_again(config.run.timeout + GRACE_S, "cuda" if on_gpu() else "cpu")
     mixed_precision = "bf16" if uses_bf16(config.model) else "no"
-    variables.pin(mixed_precision)
+    environment_variables.pin(mixed_precision)
     accelerator = Accelerator(
         mixed_precision=mixed_precision,
         # The plugin overrides the environment variable ACCELERATE_GRADIENT_ACCUMULATION_STEPS.

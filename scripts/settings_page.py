@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.config.cli import build_parser
+from pipeline.config.environment_variables import REFUSED
 from pipeline.config.recipe import SECTIONS, load_recipe, trl_names
 from pipeline.config.settings import Config
-from pipeline.config.variables import REFUSED
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "settings.md"

@@ -23,7 +23,7 @@ from pipeline.config.settings import Config
 from pipeline.errors import UserError
 from pipeline.files.durable import sync, write_text
 from pipeline.files.layout import RUN_SETTINGS, run_of_checkpoint
-from pipeline.models.files import problem_of_name
+from pipeline.models.model_files import problem_of_name
 
 # Settings that a resumed run may change, because no result depends on them.
 HARMLESS = {

@@ -27,7 +27,7 @@ from pipeline.files.untrusted import printable, shown
 from pipeline.models.layers import fix_rotary
 from pipeline.models.loading import load_folder, load_tokenizer, on_gpu, uses_bf16
 from pipeline.preflight.prepare import long_prompts, needs_of
-from pipeline.preflight.tasks import task_sets
+from pipeline.preflight.task_sets import task_sets
 from pipeline.rollout.rewards import load_reward_functions
 from pipeline.rollout.rollout import Rollout, RolloutRequest, SamplerPolicy
 from pipeline.rollout.sampler import make_sampler
@@ -76,7 +76,7 @@ def main(argv: list[str]) -> int:
     elif served_domains(config.data, {name: domain}, {name: [task]}):
         tell("customer", config.data.customer_name)
         model = LanguageModel("customer", config, checkpoint.run, name="chat")
-        hooks["welcomes"] = Customers(model, [name]).welcomes
+        hooks["opening_messages"] = Customers(model, [name]).opening_messages
     if config.data.judge_url is not None:
         hooks["judge"] = LanguageModel("judge", config, checkpoint.run, name="chat").ask
     rollout = load_rollout(checkpoint, domain, chat, limits, **hooks)

@@ -149,7 +149,7 @@ def own_domains(tree: Mapping[str, Any]) -> list[str]:
     return [name for name in data["domains"] if name in own]
 
 
-def in_words(tree: Mapping[str, Any]) -> str:
+def recipe_in_words(tree: Mapping[str, Any]) -> str:
     """Return the recipe of a run, or else the domains of the user's own, with what they are of."""
     data = tree["data"]
     told = list[str]()

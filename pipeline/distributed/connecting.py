@@ -24,7 +24,7 @@ START_S = 60.0  # seconds that a launcher may need to end ranks and start them a
 
 
 @contextmanager
-def meeting(timeout_s: float) -> Iterator[None]:
+def rendezvous(timeout_s: float) -> Iterator[None]:
     """Inside this context the ranks connect. A failure to do so becomes a UserError or RunError.
 
     A rank that still waits LATE_S seconds after the deadline prints the line and exits with 1.
@@ -87,11 +87,11 @@ def store_of_ranks(timeout: timedelta, attempt: int | None = None) -> dist.Store
     return dist.PrefixStore(f"attempt {attempt}", store)
 
 
-def meet_again(timeout_s: float, device_type: str) -> None:
+def rendezvous_again(timeout_s: float, device_type: str) -> None:
     """Make a process group if the launcher has restarted the ranks.
 
     In torch 2.13, the store still holds addresses of ended ranks, so the process group has a part
-    of the store of its own. Accelerate uses the process group of `meet_again`.
+    of the store of its own. Accelerate uses the process group of `rendezvous_again`.
     Ranks of other nodes may still wait for the ended rank, so it is first named to them. If they
     were still starting, they wait for it for `timeout_s`, and then their launcher starts them, too.
     """

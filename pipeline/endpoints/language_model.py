@@ -85,7 +85,7 @@ class AnswerCache:
         self._file.close()
 
 
-def told_once(ranks: "Ranks") -> Callable[[str], None]:
+def said_on_one_rank(ranks: "Ranks") -> Callable[[str], None]:
     """Return a function that prints a line on the rank that has it first, once in QUIET_S seconds.
 
     A rank whose calls are done notices no outage, so the main rank alone might print nothing.
@@ -129,7 +129,7 @@ class LanguageModel:
             temperature=self._setting("temperature"),
             key=os.environ.get(self._key_name, "").strip(),
             patience_s=PATIENCE * config.rollout.call_timeout,
-            say=say if ranks is None else told_once(ranks),
+            say=say if ranks is None else said_on_one_rank(ranks),
             role=role,
             as_written=as_written,
         )

@@ -194,7 +194,7 @@ def evaluation_metrics(rates: Mapping[str, Success]) -> dict[str, float]:
     return {f"eval/{domain}/{METRICS[key]}": rates[domain][key] for domain, key in found}
 
 
-def in_words(rates: Mapping[str, Success]) -> str:
+def success_in_words(rates: Mapping[str, Success]) -> str:
     """Return a text such as `airline 0.41  retail 0.38`, and the mean rewards in `rates`."""
     return "  ".join(
         f"{d} {r['mean']:.2f}" + (f" (mean reward {r['reward']:.4g})" if "reward" in r else "")

@@ -18,13 +18,13 @@ from typing import Any
 from huggingface_hub import ModelCard, ModelCardData, hf_hub_download
 
 from pipeline.config.cli import flag
-from pipeline.config.recipe import SETTINGS, SHIPPED, in_words, load_recipe
+from pipeline.config.recipe import SETTINGS, SHIPPED, load_recipe, recipe_in_words
 from pipeline.config.settings import SINGLE_TURN, Config
 from pipeline.evaluation.transfer import summary
 from pipeline.export.checkpoint import RunCheckpoint
 from pipeline.files.hub import hub_reachable
 from pipeline.files.untrusted import masked, printable
-from pipeline.models.files import HUB_ID
+from pipeline.models.model_files import HUB_ID
 from pipeline.report.tables import (
     METRICS,
     about_table,
@@ -105,7 +105,7 @@ def model_card(
         limits=config.rollout,
         licence=licence,
         command=command_of(config),
-        recipe=in_words(config.model_dump(mode="json")),
+        recipe=recipe_in_words(config.model_dump(mode="json")),
     )
     card.content = printable(card.content)
     return card

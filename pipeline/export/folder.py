@@ -18,7 +18,7 @@ from pipeline.files.console import command, may_fail
 from pipeline.files.durable import sync
 from pipeline.files.layout import ADAPTER_CONFIG
 from pipeline.files.untrusted import reason_of
-from pipeline.models.files import HUB_ID
+from pipeline.models.model_files import HUB_ID
 from pipeline.tracking.run_files import load_run
 
 OF_THE_RUN = ("optimizer.pt", "state.json")  # files of a checkpoint that are no part of a model

@@ -104,7 +104,7 @@ def follow_prefixes(model: Any, max_tokens: int = 0) -> bool:
     return bool(config._attn_implementation == NAME)
 
 
-def attend(
+def attend_to_tree(
     module: nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,
@@ -171,7 +171,7 @@ def _causal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -
     return torch.cat(outputs, 2)
 
 
-AttentionInterface.register(NAME, attend)
+AttentionInterface.register(NAME, attend_to_tree)
 AttentionMaskInterface.register(NAME, sdpa_mask)
 
 

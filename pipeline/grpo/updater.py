@@ -16,7 +16,6 @@ from torch.func import functional_call
 from pipeline.config.settings import Config
 from pipeline.distributed.ranks import GradientAllReduce, Ranks, sharded_adamw, sum_gradients
 from pipeline.grpo.algorithm import JOINED, JOINED_RATIOS, TokenStats, grpo_loss, token_weights
-from pipeline.grpo.faults import find_suspects, smaller_budget
 from pipeline.grpo.micro_batches import (
     Item,
     MicroBatch,
@@ -27,6 +26,7 @@ from pipeline.grpo.micro_batches import (
     with_trainer_logprobs,
 )
 from pipeline.grpo.token_logprobs import TokenLogprobs
+from pipeline.grpo.update_faults import find_suspects, smaller_budget
 from pipeline.models import rank_memory
 from pipeline.models.lora import base_model
 from pipeline.models.rank_memory import cost_of_a_pair, memory_of_rank, token_budget

@@ -26,8 +26,8 @@ from pipeline.files.untrusted import (
     shown,
 )
 from pipeline.models import lora
-from pipeline.models.files import MAX_JSON_BYTES, problem_of_name, remedy_of
 from pipeline.models.lora import quiet
+from pipeline.models.model_files import MAX_JSON_BYTES, problem_of_name, remedy_of
 from pipeline.models.tiny import tiny_model, tiny_tokenizer
 
 # Sizes of hub models, copied from config.json. With SHAPES, `--check` estimates the memory of the

@@ -28,7 +28,7 @@ from pipeline.distributed.children import rehearse
 from pipeline.errors import UserError
 from pipeline.files.layout import ADAPTER_CONFIG
 from pipeline.files.untrusted import printable, reason_of
-from pipeline.models.files import read_json
+from pipeline.models.model_files import read_json
 
 if TYPE_CHECKING:
     from peft import PeftModel

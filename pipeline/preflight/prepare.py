@@ -27,7 +27,7 @@ from pipeline.evaluation.baselines import baseline_calls
 from pipeline.files.hub import check_upload
 from pipeline.files.untrusted import shown
 from pipeline.models.loading import load_tokenizer
-from pipeline.preflight.tasks import IsLong, TaskSets, longest_of, task_sets
+from pipeline.preflight.task_sets import IsLong, TaskSets, longest_of, task_sets
 from pipeline.preflight.trials import (
     TooLow,
     check_demonstrations,

@@ -23,7 +23,7 @@ from pipeline.environments.tools import RandomState, run_here, started, tool_sch
 from pipeline.environments.trials import try_expert
 from pipeline.errors import UserError
 from pipeline.files.untrusted import one_line, shown
-from pipeline.preflight.tasks import is_single_turn
+from pipeline.preflight.task_sets import is_single_turn
 from pipeline.rollout.rewards import (
     JUDGE,
     Completion,

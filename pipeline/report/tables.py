@@ -10,7 +10,7 @@ from math import ceil
 from statistics import fmean
 from typing import Any
 
-from pipeline.config.recipe import in_words
+from pipeline.config.recipe import recipe_in_words
 from pipeline.evaluation.transfer import rate, threshold_of
 from pipeline.plots.drawing import NO_INTERVAL, shown
 from pipeline.tracking.run_files import (
@@ -186,7 +186,7 @@ def data_of(run: RunData) -> dict[str, Any]:
         "agents": agents_of(run.results),
         "start": start_table(run.results.get("start", {})),
         "about": about_table(run.results),
-        "recipe": in_words(run.config),
+        "recipe": recipe_in_words(run.config),
         "train_tasks": train_tasks_in_words(run),
         "transfer_by": [_transfer_by(kind, of) for kind, of in columns.items()],
         "calls": _calls_in_training(run),

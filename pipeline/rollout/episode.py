@@ -17,7 +17,7 @@ from typing import Any
 from pipeline.chat.template import Chat
 from pipeline.chat.text import Parsed
 from pipeline.config.settings import RolloutSettings
-from pipeline.customers import Welcome
+from pipeline.customers import OpeningMessage
 from pipeline.data.tasks import Message, Task
 from pipeline.environments import tools
 from pipeline.environments.calls import Calls
@@ -62,7 +62,7 @@ class Shared:
 class Episode:
     """One episode of a rollout: a conversation of the policy with an environment.
 
-    `welcome` gives the environment a customer from outside.
+    `opening_message` gives the environment a customer from outside.
     """
 
     def __init__(
@@ -70,16 +70,16 @@ class Episode:
         request: RolloutRequest,
         environment_class: type[Any],
         shared: Shared,
-        welcome: Welcome | None = None,
+        opening_message: OpeningMessage | None = None,
     ) -> None:
         self.task = request.task
         self.key = request.key
         self.environment_class = environment_class
-        self.welcome = welcome
+        self.opening_message = opening_message
         self.shared = shared
         self._until: float | None = None  # as the rollout's
         self.environment: Any = None
-        self.in_background = welcome is not None or tools.may_wait(environment_class)
+        self.in_background = opening_message is not None or tools.may_wait(environment_class)
         # In the background, episodes would change the global state of each other.
         is_used = tools.uses_random_state(environment_class) and not self.in_background
         self._random: AbstractContextManager[None] = (
@@ -181,12 +181,12 @@ class Episode:
         tools.give_judge(self.environment, self.shared.judge)
         request = self.trajectory.messages[-1]
         request["content"] += started.addition
-        if self.welcome is not None:
+        if self.opening_message is not None:
             self.in_background = True
-            welcome = partial(
-                self.welcome, self.environment, self.task, self.key, request["content"]
+            opening_message = partial(
+                self.opening_message, self.environment, self.task, self.key, request["content"]
             )
-            request["content"] = await self._call("customer", welcome, self.welcome)
+            request["content"] = await self._call("customer", opening_message, self.opening_message)
             self.in_background = tools.may_wait(type(self.environment), self.environment)
 
     def _refuse(self, why: str) -> StopReason | None:

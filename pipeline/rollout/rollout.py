@@ -11,7 +11,7 @@ from typing import Any
 from pipeline.chat.template import Chat
 from pipeline.chat.text import Parsed
 from pipeline.config.settings import RolloutSettings
-from pipeline.customers import Welcome, record
+from pipeline.customers import OpeningMessage, record
 from pipeline.environments.calls import TICK_S, Calls, run
 from pipeline.environments.faults import FaultLog
 from pipeline.environments.tools import Judge, reply_of
@@ -40,9 +40,9 @@ class Rollout:
     an answer from the background, and with "" before each step of the policy and in each second of
     waiting. If `on_progress` raises an exception, the rollout closes all conversations and can then
     be used again. `faults` gets the failures of environments and the exceptions of tools.
-    `welcomes` gives the environments of domains customers from outside, `judge` is for environments
-    and reward functions that ask one, `reply` answers for a customer, and `watch` is shown the
-    messages.
+    `opening_messages` gives the environments of domains customers from outside, `judge` is for
+    environments and reward functions that ask one, `reply` answers for a customer, and `watch` is
+    shown the messages.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class Rollout:
         rewards: RewardFunctions | None = None,
         on_progress: Callable[[str], None] = lambda key: None,
         faults: FaultLog | None = None,
-        welcomes: Mapping[str, Welcome] | None = None,
+        opening_messages: Mapping[str, OpeningMessage] | None = None,
         judge: Judge | None = None,
         reply: Reply = reply_of,
         watch: Watch | None = None,
@@ -69,7 +69,7 @@ class Rollout:
         self.rewards = rewards
         self.on_progress = on_progress
         self.faults = faults or FaultLog()
-        self.welcomes = welcomes or {}
+        self.opening_messages = opening_messages or {}
         self.judge = judge
         if rewards is not None and judge is not None:
             rewards.judge = judge
@@ -114,14 +114,14 @@ class Rollout:
                     request,
                     self.environments[request.task.domain],
                     shared,
-                    self.welcomes.get(request.task.domain),
+                    self.opening_messages.get(request.task.domain),
                 )
                 for request in group
             ]
             await self._play_together(episodes, progress)
             await self._call_reward_functions(episodes)
             for episode in episodes:
-                if episode.welcome is not None:
+                if episode.opening_message is not None:
                     record(episode.environment, episode.trajectory)
                 trajectories.append(episode.trajectory)
         self.environment_s += self.calls.spent_s

@@ -23,7 +23,13 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 from pipeline.models.capabilities import widest
 from pipeline.models.rank_memory import LARGE, empty_caches
-from pipeline.rollout.sequences import Ids, ModelSampler, passes, shared_prefixes, streams_of
+from pipeline.rollout.sequences import (
+    Ids,
+    ModelSampler,
+    forward_passes,
+    shared_prefixes,
+    streams_of,
+)
 from pipeline.rollout.trajectory import Sampled
 
 # Minimum number of tokens of a common prefix that is computed only once. With few weights, or on a
@@ -40,7 +46,7 @@ ROWS = 4
 LENGTHS = 16
 
 
-def attend(
+def attend_to_cache(
     module: nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,
@@ -66,7 +72,7 @@ def attend(
     return output.reshape(batch, heads, num_queries, -1).transpose(1, 2), None
 
 
-AttentionInterface.register("row_cache", attend)
+AttentionInterface.register("row_cache", attend_to_cache)
 
 
 class _RowLayer(CacheLayerMixin):
@@ -467,7 +473,7 @@ class RowSampler(ModelSampler):
         states = [torch.empty(0)] * len(rows)
         lengths = [len(ids) for ids in tokens]
         order = sorted(range(len(rows)), key=lambda i: -lengths[i])
-        for first, last in passes([lengths[i] for i in order]):
+        for first, last in forward_passes([lengths[i] for i in order]):
             batch = sorted(order[first:last])
             longest = lengths[order[first]]
             padded = torch.tensor([tokens[i] + [0] * (longest - lengths[i]) for i in batch])

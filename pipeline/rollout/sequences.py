@@ -30,7 +30,7 @@ def streams_of(conversations: Sequence[Any]) -> tuple[Keys, Positions]:
     return keys, np.array([conversation.num_sampled for conversation in conversations])
 
 
-def passes(lengths: Sequence[int]) -> list[tuple[int, int]]:
+def forward_passes(lengths: Sequence[int]) -> list[tuple[int, int]]:
     """Split sequences into forward passes; return the (start, end) indices of each pass.
 
     `lengths` must be in descending order. A split must save more than PASS_TOKENS padding tokens.
@@ -38,8 +38,8 @@ def passes(lengths: Sequence[int]) -> list[tuple[int, int]]:
     cut = max(range(len(lengths)), key=lambda j: (len(lengths) - j) * (lengths[0] - lengths[j]))
     if (len(lengths) - cut) * (lengths[0] - lengths[cut]) <= PASS_TOKENS:
         return [(0, len(lengths))]
-    rest = passes(lengths[cut:])
-    return passes(lengths[:cut]) + [(cut + first, cut + last) for first, last in rest]
+    rest = forward_passes(lengths[cut:])
+    return forward_passes(lengths[:cut]) + [(cut + first, cut + last) for first, last in rest]
 
 
 def shared_prefixes(prompts: Sequence[Ids], at_least: int) -> list[Ids]:

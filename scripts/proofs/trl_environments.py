@@ -45,7 +45,7 @@ from pipeline.environments.tools import (
     started,
     tool_methods,
 )
-from pipeline.preflight.tasks import task_sets
+from pipeline.preflight.task_sets import task_sets
 from pipeline.rollout.rewards import (
     Completion,
     RewardFunctions,

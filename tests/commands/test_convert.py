@@ -5,7 +5,7 @@ import pytest
 from pipeline.commands import folders
 from pipeline.config.cli import parse
 from pipeline.errors import UserError
-from pipeline.models.files import check_name
+from pipeline.models.model_files import check_name
 from tests.support.messages import says
 
 

@@ -9,8 +9,8 @@ import pytest
 from examples.trl_environment import demonstration
 from pipeline.commands.folders import make_tiny as main
 from pipeline.config.cli import parse
-from pipeline.models.files import check_name
 from pipeline.models.loading import load_folder, load_tokenizer
+from pipeline.models.model_files import check_name
 from tests.support.messages import refusal, says
 
 ASKED = {"role": "user", "content": "hi"}

@@ -37,7 +37,7 @@ from pipeline.models.loading import load_folder, load_model, load_tokenizer
 from pipeline.models.tiny import tiny_model
 from pipeline.preflight.check import check_model, refuse_full_disk
 from pipeline.preflight.memory import Memory
-from pipeline.preflight.tasks import split_source, task_sets
+from pipeline.preflight.task_sets import split_source, task_sets
 from pipeline.preflight.trials import check_demonstrations
 from pipeline.run import main
 from tests.support.helpers import chat, embedded, tokenizer

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from pipeline.before_grpo import before_training
-from pipeline.config import variables
+from pipeline.config import environment_variables
 from pipeline.config.cli import parse
 from pipeline.run import main
 from scripts.proofs.ranks import play_ranks
@@ -60,7 +60,7 @@ def test_what_is_pinned_changes_no_number_of_a_run(tmp_path: Path) -> None:
     assert play_ranks(metrics_of, 1, tmp_path / "set", PINNED) == [plain]
 
 
-@pytest.mark.parametrize("name", variables.REFUSED)
+@pytest.mark.parametrize("name", environment_variables.REFUSED)
 def test_what_cannot_be_pinned_is_refused_by_name(
     name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -70,9 +70,9 @@ def test_what_cannot_be_pinned_is_refused_by_name(
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"error: {name}: got '")
     assert "in the environment, which would change what is computed; unset it" in line
-    for harmless in variables.REFUSED[name]:
+    for harmless in environment_variables.REFUSED[name]:
         monkeypatch.setenv(name, harmless.upper())
-        variables.refuse()
+        environment_variables.refuse()
 
 
 @pytest.mark.parametrize(
@@ -89,15 +89,15 @@ def test_what_a_library_could_not_read_is_refused_in_one_line(
     name: str, value: str, remedy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(name, value)
-    message = refusal(variables.refuse)
+    message = refusal(environment_variables.refuse)
     assert message.startswith(f"{name}: got {value!r} in the environment; {remedy}")
 
 
 def test_empty_variables_count_as_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    names = {*variables.FORMS, *variables.REFUSED}
+    names = {*environment_variables.FORMS, *environment_variables.REFUSED}
     for name in names:
         monkeypatch.setenv(name, "")
-    variables.refuse()
+    environment_variables.refuse()
     assert not names & {*os.environ}
 
 

@@ -34,7 +34,7 @@ from pipeline.embedded.airline import AirlineEnvironment
 from pipeline.embedded.airline import generate_tasks as airline_tasks
 from pipeline.embedded.retail import generate_tasks
 from pipeline.errors import UserError
-from pipeline.preflight.tasks import split_source
+from pipeline.preflight.task_sets import split_source
 from tests.support.helpers import embedded, save_tasks
 from tests.support.messages import says
 
@@ -581,7 +581,7 @@ def test_tasks_spread_over_a_large_source_are_tried_in_the_environment(tmp_path,
         def reset(self, **row):
             tried.append(row["id"])
 
-    monkeypatch.setattr("pipeline.preflight.tasks.NUM_TRIED", 4)
+    monkeypatch.setattr("pipeline.preflight.task_sets.NUM_TRIED", 4)
     save_tasks(
         [replace(task, domain="airline") for task in make_tasks(14)], path := tmp_path / "a.jsonl"
     )
@@ -593,7 +593,7 @@ def test_tasks_spread_over_a_large_source_are_tried_in_the_environment(tmp_path,
 
 
 def test_the_longest_prompts_of_a_source_are_known(tmp_path, monkeypatch):
-    monkeypatch.setattr("pipeline.preflight.tasks.NUM_LONGEST", 2)
+    monkeypatch.setattr("pipeline.preflight.task_sets.NUM_LONGEST", 2)
     tasks = [
         replace(task, domain="airline", prompt=({"role": "user", "content": "x" * length},))
         for task, length in zip(make_tasks(5), (3, 9, 1, 7, 99), strict=True)

@@ -9,7 +9,7 @@ from datetime import timedelta
 import pytest
 from torch.distributed import HashStore, ProcessGroupGloo, TCPStore
 
-from pipeline.distributed.connecting import meeting
+from pipeline.distributed.connecting import rendezvous
 from pipeline.errors import RunError, UserError
 
 HOST = platform.node()
@@ -34,7 +34,7 @@ def test_a_port_in_use_is_named(port):
     with socket.socket() as other:
         other.bind(("0.0.0.0", port))
         other.listen()
-        with pytest.raises(UserError) as refused, meeting(0.5):
+        with pytest.raises(UserError) as refused, rendezvous(0.5):
             store(port, is_master=True)
     why = f"MASTER_PORT: rank 0 on {HOST} cannot listen on {port}, which is in use "
     assert str(refused.value).startswith(why)
@@ -56,7 +56,7 @@ def test_a_port_in_use_is_named(port):
 def test_ranks_that_do_not_meet_are_told_where_and_why(port, monkeypatch, rank, connect, reason):
     monkeypatch.setenv("RANK", str(rank))
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")
-    with pytest.raises(RunError) as ended, meeting(0.5):
+    with pytest.raises(RunError) as ended, rendezvous(0.5):
         connect(port)
     line = str(ended.value)
     met = f"connection: rank {rank} on {HOST} did not meet all ranks at 127.0.0.1:{port} ("
@@ -66,13 +66,13 @@ def test_ranks_that_do_not_meet_are_told_where_and_why(port, monkeypatch, rank, 
 
 
 def test_another_error_stays_as_it_is():
-    with pytest.raises(RuntimeError, match=r"^out of memory$"), meeting(0.5):
+    with pytest.raises(RuntimeError, match=r"^out of memory$"), rendezvous(0.5):
         raise RuntimeError("out of memory")
 
 
 def test_a_rank_that_waits_for_ever_ends_after_the_deadline(port):
     code = "from pipeline.distributed import connecting; import time; connecting.LATE_S = 0.1\n"
-    code += "with connecting.meeting(0.1): time.sleep(60)"
+    code += "with connecting.rendezvous(0.1): time.sleep(60)"
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 1

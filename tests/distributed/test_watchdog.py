@@ -15,7 +15,7 @@ import torch
 from accelerate import Accelerator
 
 from pipeline.distributed import watchdog as watching
-from pipeline.distributed.connecting import meet_again
+from pipeline.distributed.connecting import rendezvous_again
 from pipeline.distributed.ranks import CollectiveError, Interrupted, Ranks
 from pipeline.distributed.watchdog import ToldElsewhere, Watchdog
 from pipeline.errors import UserError
@@ -259,7 +259,7 @@ def restarted(stderr: str) -> tuple[str, int | None]:
         ranks.connect_to_store().get("heartbeat 0")
         torch.distributed.destroy_process_group()
         os.environ |= {"TORCHELASTIC_RESTART_COUNT": "1", "TORCHELASTIC_USE_AGENT_STORE": "True"}
-        meet_again(1, "cpu")
+        rendezvous_again(1, "cpu")
     except (ToldElsewhere, RuntimeError) as error:
         return type(error).__name__, getattr(error, "exit_code", None)
     return "met", None

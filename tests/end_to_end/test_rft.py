@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.config.settings import Config
-from pipeline.rft import examples_of, in_words, kept_of, settings_of_round, summary_of
+from pipeline.rft import examples_of, kept_of, round_in_words, settings_of_round, summary_of
 from pipeline.rollout.trajectory import StopReason, Trajectory
 from pipeline.sft import IGNORED
 from pipeline.tracking.run_files import transcripts_in
@@ -75,7 +75,7 @@ def test_a_round_without_a_success_says_so_in_one_line():
     failed = [episode("a", i, [i], reward=0.0) for i in range(8)]
     entry = summary_of(2, failed, kept_of(failed, 8, 1.0), 1.0)
     assert entry["domains"] == {"desk": {"episodes": 8, "successes": 0, "kept": 0}}
-    says(in_words(entry), "warning: rft round 2: none of 8 episodes", "or raise rft_tasks")
+    says(round_in_words(entry), "warning: rft round 2: none of 8 episodes", "or raise rft_tasks")
     entry = summary_of(1, PLAYED, kept_of(PLAYED, 8, 1.0), 1.0)
     assert (entry["successes"], entry["episodes"]) == (7, 16)
 

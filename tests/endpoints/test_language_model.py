@@ -13,7 +13,7 @@ from accelerate import Accelerator
 from pipeline.config.settings import Config
 from pipeline.distributed.ranks import Ranks
 from pipeline.endpoints import language_model
-from pipeline.endpoints.language_model import AnswerCache, LanguageModel, key_of, told_once
+from pipeline.endpoints.language_model import AnswerCache, LanguageModel, key_of, said_on_one_rank
 from pipeline.environments.faults import Outage
 from pipeline.errors import UserError
 from scripts.proofs.ranks import play_ranks
@@ -136,9 +136,9 @@ def tell():
     ranks = Ranks(accelerator.process_index, 2, 30)
     language_model.QUIET_S = 1e12  # one window of time
     with redirect_stderr(said):
-        told_once(ranks)("away")
+        said_on_one_rank(ranks)("away")
         if ranks.rank == 1:
-            told_once(ranks)("back")
+            said_on_one_rank(ranks)("back")
     accelerator.wait_for_everyone()  # or the store could leave with rank 0
     return said.getvalue().splitlines()
 

@@ -18,7 +18,7 @@ from pipeline.environments.tools import (
 from pipeline.environments.trials import try_task
 from pipeline.errors import UserError
 from pipeline.evaluation.baselines import baselines
-from pipeline.preflight.tasks import undocumented
+from pipeline.preflight.task_sets import undocumented
 from pipeline.rollout.rollout import RolloutRequest
 from pipeline.rollout.trajectory import StopReason
 from scripts.bench.trl_adapter import factories

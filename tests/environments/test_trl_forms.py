@@ -26,7 +26,7 @@ from pipeline.environments.tools import (
 from pipeline.environments.trials import try_task
 from pipeline.errors import UserError
 from pipeline.preflight.prepare import prepare
-from pipeline.preflight.tasks import task_sets
+from pipeline.preflight.task_sets import task_sets
 from pipeline.rollout.rewards import load_reward_functions
 from pipeline.rollout.rollout import RolloutRequest
 from pipeline.rollout.trajectory import StopReason

@@ -30,7 +30,7 @@ from pipeline.environments.demonstrations import read_demonstrations
 from pipeline.errors import UserError
 from pipeline.files.untrusted import MAX_MESSAGE, parse_json
 from pipeline.models.tiny import RESPONSE_TEMPLATE
-from pipeline.preflight.tasks import split_source
+from pipeline.preflight.task_sets import split_source
 from tests.support.helpers import chat, embedded, tokenizer
 
 _home = TemporaryDirectory(prefix="hypothesis-")  # what it writes goes with it

@@ -12,9 +12,9 @@ from accelerate import Accelerator
 
 from pipeline.config.settings import Config
 from pipeline.distributed.ranks import Ranks
-from pipeline.grpo.faults import smaller_budget
 from pipeline.grpo.micro_batches import MicroBatch, micro_batch
 from pipeline.grpo.token_logprobs import TokenLogprobs
+from pipeline.grpo.update_faults import smaller_budget
 from pipeline.grpo.updater import Reference, Updater
 from pipeline.models.rank_memory import is_out_of_memory
 from pipeline.models.sampling_copy import trained_weights

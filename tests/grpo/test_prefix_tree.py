@@ -11,7 +11,7 @@ from pipeline.config.settings import ModelSettings
 from pipeline.errors import UserError
 from pipeline.grpo import prefix_tree, token_logprobs
 from pipeline.grpo.micro_batches import make_micro_batches
-from pipeline.grpo.prefix_tree import attend, follow_prefixes, shared_row
+from pipeline.grpo.prefix_tree import attend_to_tree, follow_prefixes, shared_row
 from pipeline.grpo.token_logprobs import TokenLogprobs
 from pipeline.models import lora
 from pipeline.models.layers import recompute_layers
@@ -142,7 +142,7 @@ def test_a_long_path_needs_no_mask_of_all_its_pairs(shared, monkeypatch):
         return scaled_dot_product_attention(q, k, v, mask, **options)
 
     monkeypatch.setattr(prefix_tree, "scaled_dot_product_attention", noted)
-    output, _ = attend(torch.nn.Module(), *states, None, tree=row.tree)
+    output, _ = attend_to_tree(torch.nn.Module(), *states, None, tree=row.tree)
     chunks = {(512, 812), (512, 1324), (176, 1500)} if shared else set()
     assert shapes == {(1500, 1500), *chunks}
     assert len({mask.untyped_storage().data_ptr() for mask in masks}) == (shared > 0)
@@ -175,4 +175,4 @@ def test_a_model_that_does_not_tell_its_layers_of_the_tree_is_refused():
 def test_attention_with_more_to_it_is_refused():
     states, tree = torch.zeros(1, 2, 1, 4), shared_row([[1]]).tree
     with pytest.raises(UserError, match="this model's attention has softcap; set it false"):
-        attend(torch.nn.Module(), states, states, states, None, tree=tree, softcap=50.0)
+        attend_to_tree(torch.nn.Module(), states, states, states, None, tree=tree, softcap=50.0)

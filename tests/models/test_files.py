@@ -1,6 +1,6 @@
 """What can name a model, before any file is read."""
 
-from pipeline.models.files import check_name, problem_of_name
+from pipeline.models.model_files import check_name, problem_of_name
 from tests.support.messages import refusal, says
 
 

@@ -16,7 +16,7 @@ from pipeline.data.splits import seen_of
 from pipeline.embedded.airline import generate_tasks
 from pipeline.environments.domains import load_domains
 from pipeline.preflight.prepare import prepare
-from pipeline.preflight.tasks import task_sets
+from pipeline.preflight.task_sets import task_sets
 from pipeline.preflight.trials import check_demonstrations, check_reward_functions
 from tests.support.helpers import chat, make_task, save_tasks
 from tests.support.messages import refusal, says

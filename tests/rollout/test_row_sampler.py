@@ -9,8 +9,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from pipeline.models.sampling_copy import trained_weights
-from pipeline.rollout.row_sampler import RowSampler, attend
-from pipeline.rollout.sequences import passes, shared_prefixes
+from pipeline.rollout.row_sampler import RowSampler, attend_to_cache
+from pipeline.rollout.sequences import forward_passes, shared_prefixes
 from scripts.proofs.grid import small_model
 
 END = 0
@@ -140,9 +140,9 @@ def test_shared_prefixes_are_long_openings_and_not_the_first_tokens_of_two_domai
 
 
 def test_lengths_are_fed_apart_where_that_saves_more_than_a_pass_costs():
-    assert passes([50, 10, 10]) == [(0, 3)]  # 80 tokens of padding
-    assert passes([50, 10, 10, 10, 10]) == [(0, 1), (1, 5)]
-    assert passes([600, 590, 300, 290, 3]) == [(0, 2), (2, 4), (4, 5)]
+    assert forward_passes([50, 10, 10]) == [(0, 3)]  # 80 tokens of padding
+    assert forward_passes([50, 10, 10, 10, 10]) == [(0, 1), (1, 5)]
+    assert forward_passes([600, 590, 300, 290, 3]) == [(0, 2), (2, 4), (4, 5)]
 
 
 def test_weights_of_equal_type_are_shared_and_others_are_copied_when_told():
@@ -173,7 +173,7 @@ def test_heads_that_share_keys_attend_as_if_these_were_repeated(num_queries):
     key, value = torch.randn(2, 3, 2, 7, 8)
     mask = torch.zeros(3, 1, num_queries, 7)
     mask[1, :, :, 4:] = mask[2, :, 0, 1:] = float("-inf")
-    output, _ = attend(torch.nn.Module(), query, key, value, mask, scaling=0.3)
+    output, _ = attend_to_cache(torch.nn.Module(), query, key, value, mask, scaling=0.3)
     repeated = (x.repeat_interleave(3, dim=1) for x in (key, value))
     expected = scaled_dot_product_attention(query, *repeated, attn_mask=mask, scale=0.3)
     assert torch.allclose(output, expected.transpose(1, 2), atol=1e-6)

@@ -44,13 +44,13 @@ def task_of(domain, task_id):
 
 
 def play(config, domain, task, script, folder):
-    welcomes = {}
+    opening_messages = {}
     if config.data.customer == "llm":
         model = LanguageModel("customer", config, folder)
-        welcomes = Customers(model, [domain.name]).welcomes
+        opening_messages = Customers(model, [domain.name]).opening_messages
     environments = {domain.name: domain.environment}
     sampler = ScriptedSampler({9: script})
-    rollout = rollout_of(sampler, chat(), environments, LIMITS, welcomes=welcomes)
+    rollout = rollout_of(sampler, chat(), environments, LIMITS, opening_messages=opening_messages)
     (trajectory,) = rollout([RolloutRequest(task=task, trial=0, key=9)])
     return trajectory
 
@@ -164,7 +164,9 @@ def test_a_domain_of_ones_own_has_scenarios_in_its_tasks(tmp_path):
             chat(),
             {"desk": Desk},
             LIMITS,
-            welcomes=Customers(LanguageModel("customer", config, tmp_path), ["desk"]).welcomes,
+            opening_messages=Customers(
+                LanguageModel("customer", config, tmp_path), ["desk"]
+            ).opening_messages,
         )
         tasks: list[Task] = [with_scenario, make_task("t2")]
         requests = [RolloutRequest(task=task, trial=0, key=n) for n, task in enumerate(tasks)]
