@@ -1,1 +1,3 @@
-"""GRPO fine-tuning of tool-using language models in several domains, on any number of ranks."""
+"""GRPO for tool-using language models. The science: data environments embedded tau2 chat models
+rollout grpo sft rft evaluation; the engine: errors files config distributed checkpoints tracking
+preflight doctor train run; the front desk: report plots export commands endpoints customers."""

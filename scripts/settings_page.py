@@ -22,27 +22,24 @@ from pipeline.config.settings import Config
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "settings.md"
 RECIPE = "three_domain_tiny"
+CALLED = "called "  # begins an answer that is a name alone
 BAR = "\\|"  # a bar in a cell of a Markdown table
 ACTIONS = {action.dest: action for action in build_parser(Config())._actions}
 INTRODUCTION = f"""\
 # Settings
 
-This page answers: which settings exist, which flag sets each, what is the default, and which
-names of TRL have another name here. The command `python scripts/settings_page.py --write` makes
-this page from the code. `three-domain-grpo train --help` prints the same list.
+This page answers: which settings exist, which flag sets each, and what is the default? The command
+`python scripts/settings_page.py --write` makes it from the code; `three-domain-grpo train --help`
+prints the same.
 
 - A **recipe** (a YAML file, `--config RECIPE`) gives settings by section, and a **flag** overrides
-  the recipe. A setting that a recipe does not name has the default.
-- The column "default" also has the value of the recipe `{RECIPE}`, if the recipe sets
-  another one. A run without `--config` uses this recipe, or, with a
-  pretrained model, the recipe `pretrained`.
-- A recipe of your own has the names of sections and settings as keys, as the files in `recipes/`
-  show. The name of a setting is its flag with underscores (in `warm_start` without the prefix).
-- The flag of a **switch** has no value; `--no-FLAG` turns a switch off (`--no-peft` and `--no-grpo`
-  for `use_peft` and `use_grpo`). Flags may be written with underscores.
-- **Lists** are separated by commas: `--domains airline,retail`; `none` is an empty list.
-- **Mappings** are YAML, with a space after each colon: `--domain-weights '{{telecom: 2}}'`.
-- `null` is no value.
+  it. Without `--config`, a run takes `{RECIPE}`, whose values stand here too, or, with a
+  pretrained model, `pretrained`.
+- In a recipe, the name of a setting is its flag with underscores (in `warm_start` without the
+  prefix). Flags may have underscores too.
+- A flag without a value is a **switch**; `--no-FLAG` turns it off (`--no-peft`, `--no-grpo`).
+- **Lists** have commas: `--domains airline,retail`; `none` is an empty list. **Mappings** are YAML,
+  with a space after each colon: `--domain-weights '{{telecom: 2}}'`. `null` is no value.
 """
 VARIABLES = {  # environment variables besides those of run_ddp.sh
     "`ACCELERATE_USE_CPU=true`": "run on CPU although the machine has GPUs",
@@ -68,15 +65,16 @@ def _section(section: str) -> str:
     default, shipped = (getattr(config, section) for config in (Config(), load_recipe(RECIPE)))
     title = str(type(default).__doc__)
     head = f"## {title[0].upper()}{title[1:]} (`{section}`)\n"
-    lines = [head, "| flag | value | default | what it sets |", "| --- | --- | --- | --- |"]
+    lines = [head, "| flag | default | what it sets |", "| --- | --- | --- |"]
     for name, setting in type(default).model_fields.items():
         action = ACTIONS[f"{section}.{name}"]
         value = getattr(default, name)
         other = getattr(shipped, name)
         shown = _shown(value) + (f"; recipe: {_shown(other)}" if other != value else "")
         flags = [option for option in action.option_strings if not option.startswith("--no-")]
-        kind = _names((action.metavar or "").replace("|", " ")) or "switch"
-        cells = _names(" ".join(flags)), kind, shown, str(setting.description)
+        named = [f"`{flags[0]} {action.metavar}`" if action.metavar else f"`{flags[0]}`"]
+        named += [f"`{flag}`" for flag in flags[1:]]
+        cells = ", ".join(named), shown, str(setting.description)
         lines.append(f"| {' | '.join(cell.replace('|', BAR) for cell in cells)} |")
     return "\n".join([*lines, ""])
 
@@ -122,15 +120,14 @@ A variable that a library cannot read, such as `TORCH_LOGS=banana`, is named in 
 
 
 def _names_of_trl() -> str:
-    rows = [(_names(names), answer) for names, answer in trl_names().items()]
+    answers = trl_names().items()
+    rows = [(_names(there), here.split()[1]) for there, here in answers if here.startswith(CALLED)]
+    names = "; ".join(f"{there}: {here}" for there, here in rows)
     return f"""\
 ## Names of TRL, transformers and PEFT
 
-A name that TRL has too means here what it means in TRL. These names are different:
-
-| name there | here |
-| --- | --- |
-{_rows(rows)}
+A name that TRL has too means here what it means in TRL. Other names of TRL are answered with what
+to set here ([all of them](../pipeline/config/trl_names.yaml)). Only the name differs for {names}.
 """
 
 

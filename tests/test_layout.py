@@ -129,9 +129,8 @@ def test_the_update_knows_no_environment_and_the_domains_no_settings():
 @pytest.mark.parametrize("room", WITHOUT_TORCH)
 def test_ground_and_report_import_no_torch(room):
     for path in FILES:
-        if (
-            room_of(path) == room and path.name != "environment_variables.py"
-        ):  # which pins torch on ranks
+        # It pins torch on ranks.
+        if room_of(path) == room and path.name != "environment_variables.py":
             firsts = {name.split(".")[0] for name in imports(TREES[path])}
             assert not firsts & {"torch", "accelerate", "trl"}
 

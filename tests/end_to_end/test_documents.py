@@ -32,7 +32,8 @@ pytestmark = pytest.mark.whole_run
 
 README = ROOT / "README.md"
 CHINESE = [*ROOT.glob("README.zh.md")]
-PAGES = [README, *CHINESE, ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/**/*.md"))]
+PROOFS = ROOT / "scripts" / "proofs" / "README.md"
+PAGES = [README, *CHINESE, ROOT / "CONTRIBUTING.md", PROOFS, *sorted(ROOT.glob("docs/**/*.md"))]
 LACKING = re.compile(r"\b(GPUs|hub|machines|W&B|checkout|endpoint)\b")
 # Programs of other projects, whose arguments are not checked and which a test does not run.
 OTHERS = ("cd", "git", "pip", "source", "tensorboard", "wandb")
