@@ -8,7 +8,7 @@ import json
 from random import Random
 from typing import Any, Literal, NamedTuple
 
-from pipeline.data.tasks import Task
+from pipeline.data.tasks import SPLITS, Task
 from pipeline.environments import Agent
 
 WEEKS, STATUS = ("one", "two", "four"), ("fine", "overdue", "reserved")
@@ -72,7 +72,8 @@ def expert(agent: Agent, goal: dict[str, str]) -> str:
 def generate_tasks(seed: int, n: int, split: str, difficulty: str) -> list[Task]:
     random, tasks = Random(f"{seed} {split}"), []
     for number in range(n):
-        book, weeks, status = random.randrange(1000), random.choice(WEEKS), random.choice(STATUS)
+        book = random.randrange(SPLITS.index(split), 1000, len(SPLITS))  # of this split alone
+        weeks, status = random.choice(WEEKS), random.choice(STATUS)
         goal = {"book": f"B{book}", "weeks": weeks, "status": status}
         prompt = SYSTEM, {"role": "user", "content": f"please renew {goal['book']}"}
         payload = json.dumps({"goal": goal})

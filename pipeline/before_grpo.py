@@ -73,7 +73,7 @@ def play_agent(run: Run, name: str) -> None:
         with ranks.phase("evaluate", run.state.stage, run.state.step), shown as progress:
             entry, played = evaluate_agent(agent, tasks, config, ranks, progress)
     run.check_language_models()
-    run.logged("")  # forgets the metrics of reward functions
+    run.drain_logged("")  # forgets the metrics of reward functions
     run.save_transcripts("agent", played)
     run.state.agents[name] = entry
     if why := entry.get("failed"):
@@ -192,7 +192,7 @@ def play_for_report(run: Run) -> None:
     key = "start report"
     tasks = training_tasks(run, run.config.evaluation.start_report_tasks, 0, key)
     run.start_report.add(_play(run, tasks, key, key), run.config.rollout.num_generations)
-    run.logged("")  # forgets the metrics of reward functions
+    run.drain_logged("")  # forgets the metrics of reward functions
 
 
 def report_start(run: Run, batch: RolloutBatch) -> None:

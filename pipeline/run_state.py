@@ -48,7 +48,7 @@ from pipeline.files.console import may_fail
 from pipeline.files.durable import write_text
 from pipeline.grpo.learner import Learner
 from pipeline.grpo.updater import Updater
-from pipeline.preflight.check import validate
+from pipeline.preflight.check import check_and_prepare
 from pipeline.preflight.prepare import Prepared
 from pipeline.rollout.rewards import load_reward_functions
 from pipeline.rollout.sampler import Sampler, make_sampler
@@ -121,7 +121,7 @@ class Run:
         if self.ranks.is_main:
             print(text, flush=True)
 
-    def logged(self, prefix: str) -> dict[str, float]:
+    def drain_logged(self, prefix: str) -> dict[str, float]:
         """Return the metrics that reward functions have logged since the last call."""
         rewards = self.learner.rollout.rewards
         return logged_by_reward_functions(rewards, self.ranks, self.state, prefix)
@@ -131,7 +131,7 @@ class Run:
 
         A value under a name of `own` is left out, with a warning at the first time.
         """
-        logged = self.logged(prefix)
+        logged = self.drain_logged(prefix)
         for name in sorted((logged.keys() & own.keys()) - self.warned_of_names):
             self.warned_of_names.add(name)
             why = "which is the pipeline's, so what a reward function logs there is left out"
@@ -224,7 +224,7 @@ def open_run(
     config = share_folder(config, ranks)
     assert config.run.output_dir is not None, "share_folder names the run folder"
     folder = config.run.output_dir
-    parts = validate(config)
+    parts = check_and_prepare(config)
     made_of = dict(parts.made_of)
     opened, resumed = open_together(config, ranks, parts.tokenizer, parts.about, made_of)
     watchdog.can_resume = resumed is not None
@@ -309,7 +309,7 @@ def open_run(
         decisions=decisions,
         on_batch=on_batch,
     )
-    run.logged("")  # tells reward functions the number of steps
+    run.drain_logged("")  # tells reward functions the number of steps
     return run
 
 

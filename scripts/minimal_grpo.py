@@ -2,7 +2,7 @@
 
     python scripts/minimal_grpo.py [--domain airline] [--steps 40] [--warm-start-steps 300]
 
-This file shows the whole algorithm with functions of the package `pipeline`: read this file first.
+This file shows the whole training loop, with functions of the package `pipeline`: read it first.
 The command `pipeline/run.py` adds ranks, stages, checkpoints, validations, metrics files and a
 report (see `docs/architecture.md`). The reward of an episode is 1 if the episode ends in the state
 that the customer's request and the domain's rules demand, else 0.
@@ -69,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> float:
 def warm_start(model: Any, chat: Chat, domain: Domain, tasks: list[Task], steps: int) -> None:
     """Train with supervision on conversations of a scripted expert.
 
-    In 30 % of the conversations, the expert states the domain's rule before acting.
+    The expert follows the domain's rule in 30 % of its decisions, and else draws an option.
     """
     tools = tool_schemas(domain.environment)
     talks = (domain.demonstrate(task, 60, rule_share=0.3)[0] for task in tasks)

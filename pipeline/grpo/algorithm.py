@@ -176,6 +176,7 @@ def grpo_loss(
         per_token = -ratio.clamp(max=upper).detach() * advantages * logprobs
         outside = (ratio > upper) & (advantages > 0)
     else:
+        assert settings.loss_type in ("grpo", "bnpo", "dr_grpo", "dapo"), settings.loss_type
         bounded = ratio if settings.delta is None else ratio.clamp(max=settings.delta)
         per_token = -torch.minimum(bounded * advantages, ratio.clamp(low, high) * advantages)
         outside = ((ratio < low) & (advantages < 0)) | ((ratio > high) & (advantages > 0))

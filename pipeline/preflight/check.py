@@ -23,7 +23,7 @@ from pipeline.preflight.prepare import Prepared, prepare
 from pipeline.rollout.vllm_sampler import refuse_missing
 
 
-def validate(config: Config) -> Prepared:
+def check_and_prepare(config: Config) -> Prepared:
     """Check the settings, tasks, model and memory of a run, on every rank. Raises UserError."""
     if config.rollout.sampler == "vllm":
         refuse_missing()

@@ -6,14 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from random import Random
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import torch
 from accelerate import Accelerator
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from pipeline.config.settings import Config
+from pipeline.config.settings import Config, LossType
 from pipeline.distributed.ranks import Ranks, parameter_hash
 from pipeline.grpo.micro_batches import (
     Item,
@@ -31,7 +31,7 @@ from scripts.proofs.ranks import play_ranks
 
 LAYOUTS = ("padded", "token-budget", "packed", "shared", "balanced")
 LEVELS = ("token", "sequence")
-LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo")
+LOSS_TYPES = get_args(LossType)
 GROUP = 4
 
 

@@ -4,17 +4,18 @@ import math
 from dataclasses import replace
 from itertools import product
 from random import Random
+from typing import get_args
 
 import pytest
 import torch
 
-from pipeline.config.settings import GRPOSettings
+from pipeline.config.settings import GRPOSettings, LossType
 from pipeline.grpo.algorithm import grpo_loss, importance_ratios, k3, token_weights
 from pipeline.grpo.micro_batches import MicroBatch, make_micro_batches
 from pipeline.grpo.token_logprobs import TokenLogprobs
 from scripts.proofs.grid import make_episodes, small_model
 
-LOSS_TYPES = ["grpo", "bnpo", "dr_grpo", "dapo", "cispo"]
+LOSS_TYPES = get_args(LossType)
 LEVELS = ["token", "sequence"]
 EACH_LOSS_TYPE = pytest.mark.parametrize("loss_type", LOSS_TYPES)
 EACH_LEVEL = pytest.mark.parametrize("level", LEVELS)

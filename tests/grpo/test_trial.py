@@ -116,7 +116,7 @@ def test_a_model_whose_attention_looks_back_by_its_own_count_is_refused():
 def test_learned_positions_that_do_not_suffice_are_refused_before_anything_runs(tmp_path):
     folder = saved(tmp_path, model_of("gpt2", n_positions=48))
     config = parse(["--model", folder, "--max-tokens", "256", "--warm-start-steps", "0"])
-    for refuse in (check.main, check.validate):
+    for refuse in (check.main, check.check_and_prepare):
         with pytest.raises(UserError) as error:
             refuse(config)
         says(str(error.value), "max_tokens: got 256", "48 tokens", "lower max_tokens")
@@ -164,7 +164,7 @@ def test_check_and_a_run_tell_what_the_trial_found(tmp_path, capsys, monkeypatch
     config = parse(["--model", folder, "--tasks-per-domain", "8", "--eval-tasks-per-domain", "2"])
     assert check.main(config) == 0
     assert "\nmodel: max_tokens is 256, and the model was made for 32" in capsys.readouterr().out
-    check.validate(config)
+    check.check_and_prepare(config)
     assert capsys.readouterr().out.startswith("warning: max_tokens is 256, and the model was")
 
 

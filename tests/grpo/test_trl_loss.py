@@ -6,6 +6,7 @@ of the step's tokens for dapo and cispo) are those of the whole step, which ours
 
 from functools import partial
 from random import Random
+from typing import get_args
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from accelerate import Accelerator
 from datasets import Dataset
 from trl import GRPOConfig, GRPOTrainer
 
-from pipeline.config.settings import Config, GRPOSettings, RolloutSettings
+from pipeline.config.settings import Config, GRPOSettings, LossType, RolloutSettings
 from pipeline.distributed.ranks import Ranks
 from pipeline.grpo.algorithm import (
     group_advantages,
@@ -33,7 +34,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 TOLERANCE = 1e-10  # relative
 MAX_TOKENS = 64  # the constant of dr_grpo
 TEMPERATURE = 0.8
-LOSS_TYPES = ["grpo", "bnpo", "dr_grpo", "dapo", "cispo"]
+LOSS_TYPES = get_args(LossType)
 LEVELS = ["token", "sequence"]
 MODES = ["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
 OF_THE_LOSS = {  # settings of ours that TRL has under the same names

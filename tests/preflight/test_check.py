@@ -13,7 +13,7 @@ from pipeline.environments.tools import tool_schemas
 from pipeline.models import lora
 from pipeline.models.tiny import tiny_model
 from pipeline.preflight import check
-from pipeline.preflight.check import validate
+from pipeline.preflight.check import check_and_prepare
 from pipeline.preflight.memory import GIB, Memory, memory_of_a_rank
 from pipeline.preflight.prepare import prepare
 from tests.support import ROOT
@@ -81,7 +81,7 @@ def test_every_other_shipped_recipe_passes_the_check(path, capsys):
 
 def test_an_environment_that_the_run_does_not_serve_is_told(capsys):
     data = {"environments": {"bank": "my_pkg.bank:Bank"}, "domains": ["airline", "retail"]}
-    validate(config(data=data))
+    check_and_prepare(config(data=data))
     assert capsys.readouterr().out == (
         "warning: environments: bank is not used; add bank to domains airline,retail\n"
     )
@@ -236,19 +236,19 @@ def test_a_run_on_a_checkpoint_of_adapters_is_checked(tmp_path):
     path = str(save(tmp_path, "stage-1-airline", adapters, tokenizer(), TrainState().state_dict()))
     plain, own = (config(model={"model": model}) for model in (name, path))
     assert Memory(own).terms() == Memory(plain).terms() == Memory(config()).terms()
-    assert validate(own).tokenizer.chat_template == tokenizer().chat_template
+    assert check_and_prepare(own).tokenizer.chat_template == tokenizer().chat_template
     further = {"model": path, "use_peft": True}
     assert "LoRA adapters, twice" in terms(model=further, warm_start={"steps": 0})
 
 
 def test_wrong_targets_of_adapters_are_refused_before_anything_runs():
     model = {"use_peft": True, "lora_target_modules": ["q_proj", "w_proj"]}
-    message = refusal(validate, config(model=model))
+    message = refusal(check_and_prepare, config(model=model))
     says(message, "lora_target_modules: got 'w_proj'", "give linear layers", "q_proj")
 
 
 def test_a_run_that_cannot_fit_is_refused_with_the_sum():
-    message = refusal(validate, config(rollout={"max_tokens": 10**9}))
+    message = refusal(check_and_prepare, config(rollout={"max_tokens": 10**9}))
     assert re.match(r"memory: each rank needs \d+\.\d GiB \(CUDA or Python, and lib", message)
     assert re.search(r" \+ key-value cache \d+\.\d ", message)
     assert re.search(r"larger\) and has \d+\.\d; lower max_tokens or ", message)
@@ -300,11 +300,11 @@ def test_as_many_episodes_play_at_once_as_fit(monkeypatch, capsys):
     large = with_settings(large, grpo={"use_grpo": False}, evaluation={"eval_trials": 8})
     need = Memory(large).need()  # 3 domains x 6 tasks x 8 trials are more than 100 episodes
     monkeypatch.setattr("pipeline.preflight.memory.memory_of_a_rank", lambda _: need)
-    assert validate(large).episodes_at_once == 100
+    assert check_and_prepare(large).episodes_at_once == 100
     assert capsys.readouterr().out == ""
     enough = Memory(with_settings(large, rollout={"max_concurrent_episodes": 40})).need()
     monkeypatch.setattr("pipeline.preflight.memory.memory_of_a_rank", lambda _: enough)
-    assert validate(large).episodes_at_once == 40
+    assert check_and_prepare(large).episodes_at_once == 40
     said = "note: 40 of 100 episodes at once, as many as fit into memory\n"
     assert capsys.readouterr().out == said
     assert check.main(large) == 0
