@@ -13,31 +13,40 @@ from pipeline.distributed.ranks import Ranks
 from pipeline.errors import UserError
 from scripts.proofs.ranks import play_ranks
 
-FLAGS = ["--output-dir", "run", "--report-to", "none"]
 KEPT = {"python_version": platform.python_version}
 
 
-def _opened(folder: str, differing: str) -> str:
+def _opened(folder: str) -> list[str]:
+    """What this rank says of each of DIFFERING, one after the other."""
     import torch.distributed as dist
 
     dist.init_process_group("gloo")
-    rank = int(os.environ["RANK"])
+    said = []
+    for differing in DIFFERING:
+        os.chdir(folder)
+        with pytest.MonkeyPatch.context() as patched:
+            said.append(_opened_where(differing, int(os.environ["RANK"]), patched))
+    return said
+
+
+def _opened_where(differing: str, rank: int, patched: pytest.MonkeyPatch) -> str:
     has = f"{differing} of {rank}"
     if differing == "versions":
-        resume.code_hash = lambda: has
-    os.chdir(folder)
+        patched.setattr(resume, "code_hash", lambda: has)
     about = {"airline": {"sha256": has if differing == "about" else "same"}}
     made_of = {"training tasks of airline": has if differing == "tasks" else "same"}
     words = {has if differing == "tokens" else "same": 1}
     tokenizer = SimpleNamespace(get_vocab=lambda: words)
     ranks = Ranks(rank, 2, 60)
-    config = parse(FLAGS)
-    resume.platform = SimpleNamespace(node=lambda: "two" if rank else "one", **KEPT)
-    resume.LATE_S = 0.0
+    output = ["--output-dir", differing, "--report-to", "none"]
+    config = parse(output)
+    machine = SimpleNamespace(node=lambda: "two" if rank else "one", **KEPT)
+    patched.setattr(resume, "platform", machine)
+    patched.setattr(resume, "LATE_S", 0.0)
     if differing == "folder":
-        resume.os.path.exists = lambda path: rank == 0
+        patched.setattr(resume.os.path, "exists", lambda path: rank == 0)
     if differing == "setting" and rank:
-        config = parse([*FLAGS, "--learning-rate", "1"])
+        config = parse([*output, "--learning-rate", "1"])
     try:
         config = resume.share_folder(config, ranks)
         resume.open_together(config, ranks, tokenizer, about, made_of)
@@ -49,21 +58,22 @@ def _opened(folder: str, differing: str) -> str:
     return "opened"
 
 
-@pytest.mark.parametrize(
-    ("differing", "line"),
-    [
-        ("nothing", "opened"),
-        ("about", "about: rank 1 on two has {'airline': {'sha256': 'about of 1'}}, rank 0 on one"),
-        ("tasks", "training tasks of airline: rank 1 on two has 'tasks of 1', rank 0 on one has "),
-        ("tokens", "tokens: rank 1 on two has '"),
-        ("model", "model: rank 1 on two has '"),
-        ("folder", "output_dir: rank 1 on two has 'no such folder', rank 0 on one has '/"),
-        ("setting", "grpo.learning_rate: rank 1 on two has 1.0, rank 0 on one has 0.0004; start "),
-        ("versions", f"versions: rank 1 on two has 'python {platform.python_version()}, torch "),
-    ],
-)
-def test_ranks_that_differ_are_refused_on_every_rank(tmp_path, differing, line):
-    results = play_ranks(_opened, 2, str(tmp_path), differing)
-    assert results[0] == results[1]
-    assert results[0].startswith(line)
-    assert "\n" not in results[0]
+DIFFERING = {
+    "nothing": "opened",
+    "about": "about: rank 1 on two has {'airline': {'sha256': 'about of 1'}}, rank 0 on one",
+    "tasks": "training tasks of airline: rank 1 on two has 'tasks of 1', rank 0 on one has ",
+    "tokens": "tokens: rank 1 on two has '",
+    "model": "model: rank 1 on two has '",
+    "folder": "output_dir: rank 1 on two has 'no such folder', rank 0 on one has '/",
+    "setting": "grpo.learning_rate: rank 1 on two has 1.0, rank 0 on one has 0.0004; start ",
+    "versions": f"versions: rank 1 on two has 'python {platform.python_version()}, torch ",
+}
+
+
+def test_ranks_that_differ_are_refused_on_every_rank(tmp_path):
+    first, second = play_ranks(_opened, 2, str(tmp_path))
+    assert first == second
+    assert [said[: len(line)] for said, line in zip(first, DIFFERING.values(), strict=True)] == [
+        *DIFFERING.values()
+    ]
+    assert not any("\n" in said for said in first)

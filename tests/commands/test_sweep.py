@@ -12,19 +12,10 @@ from tests.support.warm_process import warm_subprocess
 pytestmark = pytest.mark.whole_run
 
 TINY = [
-    *("--warm-start-steps", "2", "--warm-start-batch-size", "2", "--tasks-per-step", "3"),
-    *("--num-generations", "2", "--tasks-per-domain", "4", "--eval-tasks-per-domain", "1"),
-    *(
-        "--eval-trials",
-        "1",
-        "--validation-steps",
-        "0",
-        "--max-turns",
-        "5",
-        "--max-tokens-per-turn",
-        "12",
-    ),
-    *("--report-to", "none"),
+    *("--domains", "airline,retail", "--warm-start-steps", "1", "--warm-start-batch-size", "2"),
+    *("--tasks-per-step", "2", "--num-generations", "2", "--tasks-per-domain", "4"),
+    *("--eval-tasks-per-domain", "1", "--eval-trials", "1", "--validation-steps", "0"),
+    *("--max-turns", "5", "--max-tokens-per-turn", "12", "--report-to", "none"),
 ]
 
 
@@ -102,7 +93,7 @@ def run_sweep(tmp_path, monkeypatch, capsys):
 
 def test_a_sweep_runs_its_grid_and_a_reference_from_one_warm_start(tmp_path, run_sweep):
     words = ["--grid", "replay=0.5", "--output-dir", "sweep", "--"]
-    words += [*TINY, "--max-steps", "3"]
+    words += [*TINY, "--max-steps", "2"]
     done = run_sweep(*words)
     names = ["replay=0.5-seed-1", "mixed-seed-1"]
     said = [f"{name}: done" for name in ["warm-starts/seed-1", *names]]

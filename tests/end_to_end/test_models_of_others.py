@@ -33,10 +33,10 @@ TEMPLATES = {
 }
 SHORT = [
     *("--max-steps", "1", "--tasks-per-step", "2", "--num-generations", "2", "--eval-trials", "1"),
-    *("--eval-tasks-per-domain", "2", "--validation-steps", "0", "--report-to", "none"),
-    *("--max-tokens", "1600", "--max-tokens-per-turn", "12", "--max-turns", "2"),
+    *("--eval-tasks-per-domain", "1", "--validation-steps", "0", "--report-to", "none"),
+    *("--max-tokens", "1600", "--max-tokens-per-turn", "6", "--max-turns", "2"),
     *("--max-tool-result-tokens", "400", "--config", "pretrained", "--kl-probe-tasks", "0"),
-    *("--tasks-per-domain", "8", "--validation-tasks", "2", "--no-drop-zero-std-groups"),
+    *("--tasks-per-domain", "4", "--validation-tasks", "1", "--no-drop-zero-std-groups"),
 ]
 SUMS = ["--domains", "sums", "--tasks", "{sums: sums.jsonl}", "--reward-funcs", "sums_reward:right"]
 ASKED = [{"role": "user", "content": "0 + 0 ="}]

@@ -17,9 +17,9 @@ from tests.support.warm_process import warm_subprocess
 pytestmark = pytest.mark.whole_run
 
 SHORT = [
-    *("--warm-start-steps", "10", "--warm-start-batch-size", "8", "--warm-start-warmup-steps"),
-    *("5", "--max-steps", "2", "--tasks-per-step", "3", "--num-generations", "3"),
-    *("--tasks-per-domain", "8", "--eval-tasks-per-domain", "3", "--eval-trials", "1"),
+    *("--warm-start-steps", "4", "--warm-start-batch-size", "4", "--warm-start-warmup-steps"),
+    *("1", "--max-steps", "2", "--tasks-per-step", "2", "--num-generations", "3"),
+    *("--tasks-per-domain", "8", "--eval-tasks-per-domain", "2", "--eval-trials", "1"),
     *("--validation-steps", "0", "--kl-probe-tasks", "0", "--max-turns", "5"),
 ]
 OWN = {"bank_http": "bank", "library_desk": "library", "trl_environment": "tickets"}

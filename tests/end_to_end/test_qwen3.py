@@ -18,18 +18,10 @@ from tests.support.tau2_miniature import write
 )
 def test_two_steps_of_a_recipe(recipe, tmp_path):
     model = random_qwen3.write(tmp_path / "model", write(tmp_path / "texts"))
-    few = [
-        "--model",
-        str(model),
-        "--mixed-precision",
-        "no",
-        "--max-steps",
-        "2",
-        "--domains",
-        "airline",
-    ]
-    few += ["--tasks-per-step", "2", "--num-generations", "2", "--max-tokens-per-turn", "8"]
-    few += ["--max-turns", "3", "--tasks-per-domain", "20", "--eval-tasks-per-domain", "1"]
+    few = ["--model", str(model), "--mixed-precision", "no", "--max-steps", "2"]
+    few += ["--domains", "airline"]
+    few += ["--tasks-per-step", "2", "--num-generations", "2", "--max-tokens-per-turn", "4"]
+    few += ["--max-turns", "2", "--tasks-per-domain", "4", "--eval-tasks-per-domain", "1"]
     few += ["--eval-trials", "1", "--kl-probe-tasks", "0", "--validation-steps", "0"]
     num_ranks = 1 if recipe.endswith("_1gpu") else 2
     flags = ["--config", recipe, *few, "--report-to", "none", "--output-dir", "out"]

@@ -186,6 +186,7 @@ def break_report(*_: object) -> None:
 def test_a_run_that_is_trained_does_not_fail_by_its_report(
     broken: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
+    monkeypatch.setattr(report.pictures, "OF_RUN", {})
     folder = make_run(tmp_path / "run", ("airline",), ("airline",), validation=False)
     place = {
         "report": (train, "write_report"),

@@ -23,8 +23,8 @@ from tests.support.warm import play
 pytestmark = pytest.mark.whole_run
 
 SHORT = [
-    *("--warm-start-steps", "6", "--tasks-per-step", "4", "--num-generations", "4"),
-    *("--tasks-per-domain", "40"),
+    *("--warm-start-steps", "2", "--tasks-per-step", "4", "--num-generations", "4"),
+    *("--tasks-per-domain", "8", "--max-turns", "5"),
     *("--eval-tasks-per-domain", "2", "--eval-trials", "1", "--validation-steps", "0"),
     *("--report-to", "none"),
 ]
@@ -44,15 +44,15 @@ def results(folder: Path) -> dict[str, Any]:
 
 
 SMALL = [
-    *("--tasks-per-step", "4", "--num-generations", "4", "--max-tokens-per-turn", "24"),
-    *("--max-turns", "5", "--tasks-per-domain", "40"),
+    *("--tasks-per-step", "4", "--num-generations", "4", "--max-tokens-per-turn", "12"),
+    *("--max-turns", "5", "--tasks-per-domain", "8"),
     *("--eval-tasks-per-domain", "1", "--eval-trials", "1", "--validation-steps", "0"),
     *("--report-to", "none"),
 ]
 
 
 TRAIN = [
-    *(*SHORT, "--warm-start-batch-size", "4", "--max-tokens-per-turn", "24", "--max-steps", "3"),
+    *(*SHORT, "--warm-start-batch-size", "4", "--max-tokens-per-turn", "12", "--max-steps", "3"),
     *("--no-drop-zero-std-groups", "--entropy-coef", "0.05"),  # almost untrained, it earns nothing
 ]
 
@@ -269,7 +269,7 @@ def crowded(config: Config, *arguments: Any) -> Run:
 
 def test_a_run_plays_as_many_episodes_at_once_as_fit_with_the_same_draws(tmp_path: Path) -> None:
     arguments = [*("--no-grpo", "--domains", "airline", "--eval-tasks-per-domain", "6")]
-    arguments += ["--max-turns", "3", "--max-tokens-per-turn", "12", "--report-to", "none"]
+    arguments += ["--max-turns", "2", "--max-tokens-per-turn", "8", "--report-to", "none"]
     play(*arguments, "--output-dir", "all", cwd=tmp_path, num_ranks=1)
     done = play(*arguments, "--output-dir", "few", cwd=tmp_path, num_ranks=1, open_run=crowded)
     assert "note: 4 of 12 episodes at once, as many as fit into memory\n" in done.stdout

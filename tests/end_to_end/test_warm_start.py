@@ -272,7 +272,8 @@ def test_all_limits_of_all_domains_are_named_at_once_with_the_flags_that_mend_th
     files = {"airline": str(airline), "retail": str(retail)}
     settings = config(domains=["airline", "retail"], files=files)
     parsed = parse(["--max-tokens", "20", "--max-tokens-per-turn", "10"])
-    settings = settings.model_copy(update={"rollout": parsed.rollout})
+    few = settings.data.model_copy(update={"tasks_per_domain": 8})
+    settings = settings.model_copy(update={"rollout": parsed.rollout, "data": few})
     message = refusal(prepare, settings)
     *found, last = message.removeprefix("limits are too low: ").split("; ")
     named = "max_tokens_per_turn 51 (got 10)", "max_turns 10 (got 8)", "max_tool_result_tokens 65"

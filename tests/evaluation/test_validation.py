@@ -22,8 +22,8 @@ pytestmark = pytest.mark.whole_run
 ALONE = Ranks(0, 1, 5)
 PROBED = [
     *("--domains", "airline,retail", "--max-steps", "12", "--warm-start-steps", "0"),
-    *("--tasks-per-domain", "24"),
-    *("--tasks-per-step", "4", "--num-generations", "4", "--max-turns", "2"),
+    *("--tasks-per-domain", "4"),
+    *("--tasks-per-step", "2", "--num-generations", "2", "--max-turns", "2"),
     *("--max-tokens-per-turn", "12", "--eval-tasks-per-domain", "1", "--eval-trials", "1"),
     *("--entropy-coef", "0.05", "--report-to", "none"),  # untrained, it earns nothing
     *("--validation-steps", "1", "--validation-tasks", "2", "--kl-probe-tasks", "2"),

@@ -5,11 +5,8 @@ Uploads go to a stand-in of the hub; the real hub was never tried.
 
 import gzip
 import json
-import os
 import shlex
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -279,20 +276,14 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.usefixtures("account")
-def test_the_command_uploads_exactly_the_folder_that_it_wrote(tmp_path):
+def test_the_command_uploads_exactly_the_folder_that_it_wrote(tmp_path, monkeypatch, capsys):
     out = tmp_path / "out"
     with hub_stand_in() as hub:
         hub.files = {"notes.txt": b"mine", "adapter_config.json": b"of an earlier upload"}
-        own = {"HF_HUB_OFFLINE": "0", "HF_ENDPOINT": hub.url, "HF_HUB_DISABLE_XET": "1"}
-        words = ["export", str(SMALL_RUN), str(out), "--push-to-hub", "me/desk", "--private"]
-        done = subprocess.run(
-            [sys.executable, "-m", "pipeline", *words],
-            env={**os.environ, **own, "HF_HOME": str(tmp_path / "home")},
-            capture_output=True,
-            text=True,
-        )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.endswith(f"uploaded: {hub.url}/me/desk/commit/1\n")
+        monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", hub.url)
+        main([str(SMALL_RUN), str(out), "--push-to-hub", "me/desk", "--private"])
+    done = capsys.readouterr()
+    assert done.out.endswith(f"uploaded: {hub.url}/me/desk/commit/1\n")
     assert hub.files == {"notes.txt": b"mine", **contents(out)}
     assert hub.tokens == {f"Bearer {TOKEN}", ""}  # objects are put where LFS says, without it
     (created,) = hub.created
@@ -301,7 +292,7 @@ def test_the_command_uploads_exactly_the_folder_that_it_wrote(tmp_path):
     assert sum("/commit/" in call for call in hub.calls) == 1
     text = (out / "README.md").read_text()
     assert 'place = "me/desk"' in text and "\n# desk\n" in text
-    assert TOKEN not in text + done.stdout + done.stderr
+    assert TOKEN not in text + done.out + done.err
 
 
 @pytest.mark.usefixtures("account")

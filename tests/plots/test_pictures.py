@@ -25,8 +25,8 @@ OF_DOMAINS = ("learning_curves", "stage_performance", "accuracy_matrix")
 
 def draw(folder: Path, *names: str) -> None:
     """These pictures, or all."""
-    drawn = drawing.draw(OF_RUN, load_run(folder))
-    drawing.save({name: drawn[name] for name in names or drawn}, folder)
+    wanted = {name: OF_RUN[name] for name in names or OF_RUN}
+    drawing.save(drawing.draw(wanted, load_run(folder)), folder)
 
 
 def assert_nothing_is_cut_off(path: Path) -> numpy.ndarray:

@@ -121,7 +121,7 @@ def test_a_report_counts_the_tasks_that_the_run_had(tmp_path, without_pictures):
     assert said({"airline": 9}, graded).endswith("training tasks: 9 (easy, hard).")
 
 
-def test_a_run_of_an_own_domain_is_not_named_after_the_default_recipe(tmp_path):
+def test_a_run_of_an_own_domain_is_not_named_after_the_default_recipe(tmp_path, without_pictures):
     bank = {"data": {"environments": {"bank": "my_pkg.bank:BankEnvironment"}}}
     sums = {"data": {"tasks": {"sums": "sums.jsonl"}, "reward_funcs": ["my_rewards:correct"]}}
     told = {

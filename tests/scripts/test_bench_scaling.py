@@ -21,7 +21,8 @@ def test_connected_ranks_do_the_work_of_runs_apart_and_exchange_their_gradients(
     small = ["--ranks", "2", "--repeats", "1", "--block", "1", "--model", "tiny"]
     small += ["--tasks-per-rank", "2", "--tasks-per-step", "4"]
     small += ["--num-generations", "2", "--json", str(tmp_path / "figures.json")]
-    passed_on = ["--no-drop-zero-std-groups", "--tasks-per-domain", "40"]
+    passed_on = ["--no-drop-zero-std-groups", "--tasks-per-domain", "8", "--max-turns", "5"]
+    passed_on += ["--max-tokens-per-turn", "12"]
     assert scaling.main([*small, "--", *passed_on]) == 0
     figures = json.loads((tmp_path / "figures.json").read_text())["figures"]
     assert figures["exchange_bytes_2"] == 4 * 558_528

@@ -38,7 +38,11 @@ def test_its_optimizer_step_is_that_of_a_run():
     assert play_ranks(first_updates, 1, -1.0)[0] > 1
 
 
-def test_it_plays_and_trains(capsys):
+def test_it_plays_and_trains(capsys, monkeypatch):
+    rollout = {"tasks_per_step": 2, "num_generations": 2, "max_turns": 2, "max_tokens_per_turn": 8}
+    small = {"data": {"domains": ["airline"]}, "rollout": rollout}
+    config = Config.model_validate(small)
+    monkeypatch.setattr(minimal_grpo.Config, "model_validate", lambda _: config)
     assert minimal_grpo.main(["--warm-start-steps", "1", "--steps", "2"]) == 0
     steps = re.findall(r"^step (\d): reward 0.00, groups", capsys.readouterr().out, re.M)
     assert steps == ["1", "2"]

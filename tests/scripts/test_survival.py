@@ -34,7 +34,7 @@ def test_a_run_that_is_killed_after_a_checkpoint_goes_on_from_it_and_ends_as_the
     tmp_path: Path,
 ) -> None:
     flags = ["--kills", "1", "--at-checkpoints", "--seed", "6", "--warm-start-steps", "0"]
-    figures = run(chaos, *flags, "--", *SMALL, "--max-steps", "5", folder=tmp_path)
+    figures = run(chaos, *flags, "--", *SMALL, "--max-steps", "3", folder=tmp_path)
     assert figures["kills survived"] == figures["  one rank"] == 1
     assert figures["checkpoint files damaged"] == 0
     assert figures["resumed inside a stage"] == 1
