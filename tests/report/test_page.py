@@ -251,7 +251,9 @@ def turned_folder(tmp_path_factory):
         row["messages"][3]["content"] = TURNED
         row["difference"] = {TURNED: [TURNED, TURNED]}
     write_step(folder, "airline", 1, rows)
-    write_report(folder)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("pipeline.plots.pictures.OF_RUN", {})
+        write_report(folder)
     return folder
 
 

@@ -8,6 +8,7 @@ import pytest
 from pipeline.commands.main import main as command
 from pipeline.errors import UserError
 from pipeline.evaluation.transfer import summary
+from pipeline.plots import pictures
 from pipeline.plots.drawing import shown
 from pipeline.report.tables import data_of
 from pipeline.report.write import final_table, main, render, write_report
@@ -151,7 +152,9 @@ def test_an_evaluation_only_is_reported_without_before_and_after(tmp_path, witho
         assert absent not in text
 
 
-def test_an_interrupted_run_is_reported_as_far_as_it_came(tmp_path):
+def test_an_interrupted_run_is_reported_as_far_as_it_came(tmp_path, monkeypatch):
+    curves = {"learning_curves": pictures.OF_RUN["learning_curves"]}
+    monkeypatch.setattr(pictures, "OF_RUN", curves)
     folder = make_run(tmp_path / "run", THREE)
     (folder / "results.json").unlink()
     lines = (folder / "metrics.jsonl").read_text().splitlines()[:14]

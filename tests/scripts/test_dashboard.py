@@ -19,7 +19,7 @@ RUN = [
     *("--eval-tasks-per-domain", "2", "--eval-trials", "1", "--validation-steps", "1"),
     *("--warm-start-steps", "1", "--warm-start-batch-size", "2", "--no-drop-zero-std-groups"),
     *("--max-steps", "2", "--tasks-per-step", "2", "--num-generations", "2"),
-    *("--report-to", "none"),
+    *("--report-to", "none", "--max-turns", "5", "--max-tokens-per-turn", "12"),
 ]
 
 WARNS_OF_ITSELF = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # wandb_workspaces
