@@ -33,6 +33,7 @@ from pipeline.rollout.trajectory import RunRecord, StopReason
 from pipeline.run import main
 from scripts.proofs.grid import make_trajectory
 from scripts.proofs.ranks import play_ranks
+from scripts.proofs.runs import without_report
 from tests.support.coin import COIN
 from tests.support.helpers import call, make_task, say
 from tests.support.messages import says
@@ -52,7 +53,7 @@ def ran(dead_steps: int, folder: str, *flags: str) -> tuple[int, str]:
     advice.DEAD_STEPS = dead_steps
     said = io.StringIO()
     with contextlib.redirect_stderr(said), contextlib.redirect_stdout(said):
-        code = main([*flags, "--output-dir", folder])
+        code = main([*flags, "--output-dir", folder], end=without_report)
     return code, said.getvalue()
 
 
