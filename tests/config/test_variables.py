@@ -12,6 +12,7 @@ from pipeline.before_grpo import before_training
 from pipeline.config import environment_variables
 from pipeline.config.cli import parse
 from pipeline.run import main
+from pipeline.train import train
 from scripts.proofs.ranks import play_ranks
 from tests.support import ROOT
 from tests.support.helpers import start_unwatched
@@ -49,7 +50,7 @@ def metrics_of(folder: Path, variables: dict[str, str]) -> str:
         torch.set_float32_matmul_precision("high")
     run = start_unwatched(parse([*FLAGS, "--output-dir", str(folder)]))
     before_training(run)
-    run.train()
+    train(run)
     assert torch.get_float32_matmul_precision() == "highest"
     return (folder / "metrics.jsonl").read_text()
 

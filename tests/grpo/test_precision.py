@@ -19,6 +19,7 @@ from pipeline.grpo.updater import Reference, Updater
 from pipeline.models import lora
 from pipeline.models.tiny import tiny_model
 from pipeline.rollout.row_sampler import RowSampler
+from pipeline.train import train
 from scripts.proofs.grid import make_episodes, make_trajectory, small_model
 from scripts.proofs.ranks import play_ranks
 from tests.support.helpers import start_unwatched, tokenizer
@@ -219,7 +220,7 @@ def play(where, flags):
             )
             types.note(f"{name}, sampler", *run.learner.sampling.sampler.model.parameters())
             with run.log:
-                run.train()
+                train(run)
         printed[name] = said.getvalue().splitlines()
     return printed, types.seen
 
