@@ -73,8 +73,7 @@ def generate_tasks(seed: int, n: int, split: str, difficulty: str) -> list[Task]
     random, tasks = Random(f"{seed} {split}"), []
     for number in range(n):
         book = random.randrange(SPLITS.index(split), 1000, len(SPLITS))  # of this split alone
-        weeks, status = random.choice(WEEKS), random.choice(STATUS)
-        goal = {"book": f"B{book}", "weeks": weeks, "status": status}
+        goal = dict(book=f"B{book}", weeks=random.choice(WEEKS), status=random.choice(STATUS))
         prompt = SYSTEM, {"role": "user", "content": f"please renew {goal['book']}"}
         payload = json.dumps({"goal": goal})
         tasks.append(Task(domain="library", id=f"{split}-{number}", prompt=prompt, payload=payload))

@@ -24,6 +24,7 @@ from pipeline.checkpoints.transcripts import save_transcripts
 from pipeline.config.settings import Config
 from pipeline.customers import customers_of, end_of_run, judge_of
 from pipeline.data.curriculum import Stage, describe, one_after_another
+from pipeline.data.tasks import Source
 from pipeline.distributed.ranks import Ranks
 from pipeline.distributed.watchdog import Watchdog
 from pipeline.endpoints.language_model import LanguageModel
@@ -47,7 +48,6 @@ from pipeline.evaluation.evaluate import (
 from pipeline.files.console import may_fail
 from pipeline.files.durable import write_text
 from pipeline.grpo.learner import Learner
-from pipeline.grpo.updater import Updater
 from pipeline.preflight.check import check_and_prepare
 from pipeline.preflight.prepare import Prepared
 from pipeline.rollout.rewards import load_reward_functions
@@ -68,6 +68,7 @@ class Run:
     """
 
     config: Config
+    learning_rate: float  # the peak
     parts: Prepared  # domains, tasks, stages, tokenizer
     folder: Path
 
@@ -92,6 +93,7 @@ class Run:
     decisions: Decisions
 
     # What a resumed run counts anew, or reads from its files.
+    sources: Mapping[str, Source] = field(default_factory=dict)  # tasks of the stage, by domain
     records: list[RunRecord] = field(default_factory=list)  # episodes of the stage, of this rank
     rewards: dict[str, float] = field(default_factory=dict)  # latest mean rewards, by domain
     num_unscored_steps: int = 0  # in a row
@@ -104,17 +106,6 @@ class Run:
     def stages(self) -> list[Stage]:
         """The stages of the run. If a stage ends early, the next stages begin at earlier steps."""
         return one_after_another(self.parts.stages, self.state.ended_early)
-
-    @property
-    def updater(self) -> Updater:
-        """What trains the model, from `begin_grpo` on."""
-        assert self.learner.updater is not None, "GRPO has not begun"
-        return self.learner.updater
-
-    @property
-    def is_best(self) -> bool:
-        """Whether the present policy is the best so far and has no checkpoint yet."""
-        return self.state.best.get("step") == self.state.step and not self.checkpointer.is_current
 
     def say(self, text: str) -> None:
         """Print a line on rank 0."""
@@ -290,6 +281,7 @@ def open_run(
         say_start(opened, state.step, config, parts.stages)
     run = Run(
         config=config,
+        learning_rate=config.peak_learning_rate,
         parts=parts,
         folder=folder,
         accelerator=accelerator,

@@ -45,6 +45,7 @@ from pipeline.evaluation.evaluate import (
 from pipeline.export.folder import push_after_training
 from pipeline.files.console import command, may_fail
 from pipeline.grpo.collect import RolloutBatch, collect_rollouts, give_advantages
+from pipeline.grpo.updater import Updater
 from pipeline.models.fitting import fitted
 from pipeline.models.loading import on_gpu, uses_bf16
 from pipeline.report.write import final_table, write_report
@@ -105,6 +106,12 @@ def train(run: Run) -> None:
 # The stages
 
 
+def updater_of(run: Run) -> Updater:
+    """Return what trains the model, from `begin_grpo` on."""
+    assert run.learner.updater is not None, "GRPO has not begun"
+    return run.learner.updater
+
+
 def begin_grpo(run: Run) -> Meter:
     """Make the Updater, and return a Meter that measures the training steps."""
     learner = run.learner
@@ -119,7 +126,7 @@ def begin_grpo(run: Run) -> Meter:
 def begin_stage(run: Run, stage: Stage) -> int:
     """Prepare a stage; return the index of the stage's next step among all steps of the run."""
     is_inside = run.state.step > stage.first_step
-    if (reference := run.updater.reference) is not None:
+    if (reference := updater_of(run).reference) is not None:
         if run.config.grpo.reference_per_stage and not is_inside:
             reference.refresh()
         when = f"of the reference policy in stage {stage.name}"
@@ -136,8 +143,9 @@ def begin_stage(run: Run, stage: Stage) -> int:
         evaluations = run.state.evaluations
         for line in lost_domains(evaluations, stages, run.config.evaluation):
             run.say(f"warning: {line}")
+    run.sources = run.parts.sources(stage)
     validate_when_due(run, stage)  # a resumed run may have stopped before this validation
-    if run.is_best:
+    if has_unsaved_best(run):
         run.save(f"step-{run.state.step:06d}")
     return max(stage.first_step, run.state.step)
 
@@ -172,8 +180,7 @@ def profiled(run: Run, step: int) -> AbstractContextManager[None]:
 def collect(run: Run, stage: Stage, step: int) -> RolloutBatch:
     """Collect this rank's rollouts for a step."""
     rollout = run.learner.rollout
-    sources = run.parts.sources(stage)
-    batch = collect_rollouts(rollout, run.ranks, run.config, stage, step, sources)
+    batch = collect_rollouts(rollout, run.ranks, run.config, stage, step, run.sources)
     if run.language_models:
         run.check_language_models()
     return batch
@@ -184,11 +191,11 @@ def update(run: Run, stage: Stage, batch: RolloutBatch) -> dict[str, float]:
     step = run.state.step
     settings = run.config.grpo
     done = step - stage.first_step
-    learning_rate = learning_rate_at(done, stage.num_steps, run.config.peak_learning_rate, settings)
+    learning_rate = learning_rate_at(done, stage.num_steps, run.learning_rate, settings)
     with run.ranks.phase("update", stage.name, step + 1):
         run.learner.sampling.sampler.rest()
         found = [
-            run.updater.update_policy(
+            updater_of(run).update_policy(
                 batch.trajectories,
                 [sample.advantage for sample in batch.samples],
                 learning_rate,
@@ -269,7 +276,7 @@ def end_step(run: Run, stage: Stage, batch: RolloutBatch) -> None:
     most = run.config.data.max_reward_calls
     called = run.state.num_reward_calls
     is_spent = most is not None and called >= most
-    if run.checkpointer.is_due or is_stopped or is_spent or run.is_best:
+    if run.checkpointer.is_due or is_stopped or is_spent or has_unsaved_best(run):
         run.save(f"step-{run.state.step:06d}")
     if is_stopped:
         raise RunError(f"stop_on_dead_domain: step {run.state.step}: {lines[0]}")
@@ -292,7 +299,7 @@ def validate_when_due(run: Run, stage: Stage) -> None:
     with run.ranks.phase("validate", stage.name, step):
         records, trajectories = evaluate(run.learner.rollout, tasks, 1, seed, run.ranks)
         run.check_language_models()
-        kl = run.kl_probe.divergences(run.updater)
+        kl = run.kl_probe.divergences(updater_of(run))
     rewards = scored(records)
     keys = {"stage": stage.name, "step": step}
     run.state.validations.append({**keys, "success": rewards, "kl": kl})
@@ -311,6 +318,11 @@ def validate_when_due(run: Run, stage: Stage) -> None:
         run.say(f"warning: step {step}: {line}")
     rates = ErrorRates(records)
     stop_on_errors(run.ranks, rates, run.config.rollout, trajectories, "in a validation")
+
+
+def has_unsaved_best(run: Run) -> bool:
+    """Whether the present policy is the best so far and has no checkpoint yet."""
+    return run.state.best.get("step") == run.state.step and not run.checkpointer.is_current
 
 
 def ends_early(run: Run, stage: Stage) -> bool:

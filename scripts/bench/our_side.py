@@ -256,7 +256,7 @@ def updates(run: Run, work: Work, gate: Gate) -> None:
     train.begin_grpo(run)
     train.begin_stage(run, stage)
     budget = work.microbatch_tokens or work.batch * longest(batch.trajectories)
-    run.updater.max_tokens_per_microbatch = budget
+    train.updater_of(run).max_tokens_per_microbatch = budget
     for _ in range(work.num_units):
         give_advantages(batch, run.ranks, run.config, 0)
         train.update(run, stage, batch)

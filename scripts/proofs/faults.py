@@ -232,13 +232,13 @@ def faulty(kind: str, phase: str, rank: int, note: Path) -> Callable[..., Run]:
     def begin_grpo(run: Run) -> Any:
         meter = begin(run)
         if kind == "NaN" and phase == "update":
-            compute = run.updater.loss
+            compute = train.updater_of(run).loss
 
             def loss_with_nan(*arguments: Any) -> Any:
                 loss, stats = compute(*arguments)
                 return loss * float("nan") if once() else loss, stats
 
-            run.updater.loss = loss_with_nan
+            train.updater_of(run).loss = loss_with_nan
         return meter
 
     def collect(run: Run, stage: Any, step: int) -> Any:

@@ -185,11 +185,13 @@ def test_a_step_tells_which_update_is_its_last_and_warns_of_a_gap_that_is_not_co
     training = SimpleNamespace(
         config=config,
         state=SimpleNamespace(step=0),
+        learning_rate=1e-3,
         ranks=Ranks(0, 1, 60),
         learner=SimpleNamespace(
-            sampling=SimpleNamespace(sampler=nothing), give_weights=lambda: None
+            sampling=SimpleNamespace(sampler=nothing),
+            give_weights=lambda: None,
+            updater=SimpleNamespace(update_policy=update_policy),
         ),
-        updater=SimpleNamespace(update_policy=update_policy),
         accelerator=SimpleNamespace(mixed_precision="no"),
         say=lines.append,
         warned_of_gap=False,
