@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -20,6 +20,9 @@ from pipeline.models.sampling_copy import Weights
 from pipeline.models.tiny import tiny_tokenizer
 from pipeline.rollout.rollout import Rollout, SamplerPolicy
 from pipeline.rollout.trajectory import Sampled
+
+if TYPE_CHECKING:
+    from pipeline.run_state import Run  # late: tests of units need not load a run
 
 DOMAINS = {  # the embedded domains and the example
     **EMBEDDED_DOMAINS,
@@ -196,7 +199,7 @@ class ScriptedSampler:
         return Sampled(ids=ids[:room], logprobs=logprobs[:room], finished=len(ids) <= room)
 
 
-def start_unwatched(config: Any, **hooks: Any) -> Any:
+def start_unwatched(config: Any, **hooks: Any) -> "Run":
     """A run on this rank as `pipeline.train.main` starts it, without its watchdog's thread."""
     from pipeline.distributed.watchdog import Watchdog
     from pipeline.models.fitting import fitted
