@@ -7,14 +7,12 @@ import sys
 import time
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
 
 from tests.support import ROOT
 from tests.support.messages import says
-from tests.support.warm_process import WarmRun
 
 pytestmark = pytest.mark.whole_run
 
@@ -82,20 +80,21 @@ def graded(completions, answer, **_):
     calls.append(answer)
     if len(calls) > 2:  # not while the run checks the function
         fork.Process(target=time.sleep, args=(600,), daemon=True).start()
-        print("forked", os.getpid(), flush=True)
+        print("forked", flush=True)
         time.sleep(5)
     return [1.0 for _ in answer]
 """
 
 
-def start(folder: Path, grader: str, process: Any = subprocess.Popen) -> Any:
+def start(folder: Path, grader: str) -> "subprocess.Popen[str]":
     (folder / "sums.jsonl").write_text(ROWS)
     (folder / "forks.py").write_text(MODULE + grader)
     environ = {"PYTHONPATH": f"{folder}:{ROOT}", "ACCELERATE_USE_CPU": "true"}
-    return process(
-        [sys.executable, ROOT / "pipeline" / "__main__.py", "train", *FLAGS],
+    command = [sys.executable, "-m", "pipeline", "train", *FLAGS]
+    return subprocess.Popen(
+        command,
         cwd=folder,
-        env={**os.environ, "OMP_NUM_THREADS": "1", **environ},
+        env={**os.environ, "OMP_NUM_THREADS": "1", "MARK": str(folder), **environ},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -103,11 +102,11 @@ def start(folder: Path, grader: str, process: Any = subprocess.Popen) -> Any:
 
 
 def left(folder: Path) -> list[psutil.Process]:
-    """The processes that a run has started, which all are in its folder."""
+    """The processes that a run has started, which all have its mark."""
     found = []
     for process in psutil.process_iter():
         with suppress(psutil.Error):
-            if process.cwd() == str(folder) and process.status() != "zombie":
+            if process.environ().get("MARK") == str(folder) and process.status() != "zombie":
                 found.append(process)
     return found
 
@@ -129,7 +128,6 @@ def clean(tmp_path):
 
 
 def test_a_run_ends_as_if_its_code_did_not_fork(tmp_path):
-    """In processes that end as those of a user: what is left ends at the interpreter's exit."""
     run = start(tmp_path, FORKS)
     said, _ = run.communicate(timeout=120)
     assert (run.returncode, none_is_left(tmp_path)) == (0, True), said
@@ -138,9 +136,14 @@ def test_a_run_ends_as_if_its_code_did_not_fork(tmp_path):
 
 
 def test_children_of_a_rank_that_fails_or_is_killed_end_with_it(tmp_path):
-    run = start(tmp_path, FORKS_AND_WAITS, WarmRun)
-    rank = next(line.split()[1] for line in run.stdout if line.startswith("forked"))
-    os.kill(int(rank), signal.SIGKILL)
-    said, _ = run.communicate()
+    run = start(tmp_path, FORKS_AND_WAITS)
+    for line in run.stdout:
+        if "forked" in line:
+            break
+    time.sleep(1)
+    ranks = [process for process in left(tmp_path) if "RANK" in process.environ()]
+    parents = {process.ppid() for process in ranks} & {process.pid for process in ranks}
+    os.kill(min(parents), signal.SIGKILL)
+    said, _ = run.communicate(timeout=120)
     assert (run.returncode, none_is_left(tmp_path)) == (1, True), said
     says(said, "exited or was killed")
