@@ -1,3 +1,4 @@
-"""GRPO for tool-using language models. The science: data environments embedded tau2 chat models
-rollout grpo sft rft evaluation; the engine: errors files config distributed checkpoints tracking
-preflight doctor train run; the front desk: report plots export commands endpoints customers."""
+"""GRPO for tool-using language models. Science: data environments embedded tau2 chat models rollout
+grpo sft rft evaluation. Engine: errors files config distributed checkpoints tracking preflight
+doctor run_state before_grpo train run. Front desk: report plots export commands endpoints customers
+"""

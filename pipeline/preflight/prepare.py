@@ -290,7 +290,7 @@ def _hashes_of_modules(named: str) -> dict[str, str]:
     folder = own.parents[named.count(".") + (own.name == "__init__.py")]  # it was imported from
     if folder.name == "site-packages":
         folder /= named.partition(".")[0]
-    inside = f"{folder}{os.sep}"
+    inside = os.path.join(folder, "")
     # Of thousands of modules few lie there, so paths are compared as text.
     beside = {
         name: Path(file)

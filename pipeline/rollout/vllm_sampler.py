@@ -87,7 +87,8 @@ class VLLMSampler:
         )
         self._is_tied = plain.get_output_embeddings().weight is plain.get_input_embeddings().weight
         self._plain = plain
-        if self._is_on_cpu and any(len(shape) == 3 for shape in self._shapes.values()):
+        fused = [n for n, shape in self._shapes.items() if ".experts." in n and len(shape) == 3]
+        if self._is_on_cpu and fused:
             raise UserError(
                 "sampler: got vllm, which on CPUs keeps the first weights of experts; set own"
             )

@@ -257,13 +257,9 @@ def test_a_run_that_goes_on_with_a_key_is_sent_whole(tmp_path, server, machine):
 KILLED = """
 import json, os, signal, sys, time
 from pathlib import Path
-import wandb.util
-from wandb.sdk.lib.service import service_port_file
 from pipeline.config.settings import Config
 from pipeline.tracking.log import RunLog
 
-wandb.util.working_set = lambda: []
-service_port_file._SLEEP = lambda _: time.sleep(0.01)
 folder, last, save_at, die = Path(sys.argv[1]), *map(int, sys.argv[2:])
 saved = folder / "saved.json"
 state = json.loads(saved.read_text()) if saved.exists() else {"step": 0, "log": None}
