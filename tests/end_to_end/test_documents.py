@@ -34,7 +34,7 @@ README = ROOT / "README.md"
 CHINESE = [*ROOT.glob("README.zh.md")]
 PROOFS = ROOT / "scripts" / "proofs" / "README.md"
 PAGES = [README, *CHINESE, ROOT / "CONTRIBUTING.md", PROOFS, *sorted(ROOT.glob("docs/**/*.md"))]
-LACKING = re.compile(r"\b(GPUs|hub|machines|W&B|checkout|endpoint)\b")
+LACKING = re.compile(r"\b(GPUs|hub|machines|W&B|checkout|endpoint|GGUF)\b")
 # Programs of other projects, whose arguments are not checked and which a test does not run.
 OTHERS = ("cd", "git", "pip", "source", "tensorboard", "wandb")
 FEW = {  # what makes a run short; a 0 in the command, such as --warm-start-steps 0, stays
