@@ -156,7 +156,7 @@ class TelecomChatEnvironment(TelecomEnvironment):
     """The tools of telecom without `ask_user`."""
 
     ask_user = None  # type: ignore[assignment]  # removes the tool
-    _expert = staticmethod(expert)
+    _expert = staticmethod(expert)  # pyrefly: ignore[bad-assignment]
 
     def reset(self, **row: Any) -> str | None:
         addition = super().reset(**row)

@@ -288,7 +288,9 @@ def open_run(
         ranks=ranks,
         watchdog=watchdog,
         learner=learner,
-        language_models=[model for model in (customers and customers.model, judge) if model],
+        language_models=[
+            model for model in (customers.model if customers else None, judge) if model
+        ],
         judge=judge,
         log=log,
         checkpointer=checkpointer,

@@ -83,7 +83,7 @@ def convert(argv: list[str]) -> int:
     with written_whole(options.out) as writing, quiet():
         try:
             source = {"pretrained_model_name_or_path": file.parent, "gguf_file": file.name}
-            tokenizer = AutoTokenizer.from_pretrained(**source)
+            tokenizer: Any = AutoTokenizer.from_pretrained(**source)
             quantized = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
         except Exception as error:  # transformers raises all kinds of errors for other files
             raise UserError(f"convert: {file} cannot be read ({reason_of(error)})") from None

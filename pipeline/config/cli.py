@@ -131,8 +131,8 @@ class _Help(argparse.RawDescriptionHelpFormatter):
 def _metavar(annotation: Any) -> str:
     base = _without_null(annotation)
     if get_origin(base) is Literal:
-        return "|".join(get_args(base))
-    words = {int: "N", float: "X", Path: "PATH", list: "A,B", dict: "YAML"}
+        return "|".join(map(str, get_args(base)))
+    words: dict[Any, str] = {int: "N", float: "X", Path: "PATH", list: "A,B", dict: "YAML"}
     return words.get(get_origin(base) or base, "TEXT")
 
 

@@ -94,7 +94,7 @@ def _dataset(source: str, split: str) -> tuple[Any, str]:
     if (path / "dataset_dict.json").is_file():
         datasets = load_from_disk(source)
         if split not in datasets:
-            raise ValueError(f"it has no split {split!r} but {', '.join(datasets)}")
+            raise ValueError(f"it has no split {split!r} but {', '.join(map(str, datasets))}")
         return datasets[split], f"{source}, {split}"
     return _load_dataset(source, split), f"{source}, {split}"
 

@@ -143,9 +143,9 @@ def tasks_of(rows: Rows, domain: str, visit: Visit = None, has_columns: bool = F
     further = sorted(names.keys() - KEYS)
 
     def make(index: int) -> Task:
-        row = _usual(rows[index])
-        is_text = isinstance(row.get("prompt", ""), str)
-        row = {"payload": {}, **_with_defaults(row, index), "domain": domain}
+        given = _usual(rows[index])
+        is_text = isinstance(given.get("prompt", ""), str)
+        row: dict[str, Any] = {"payload": {}, **_with_defaults(given, index), "domain": domain}
         if not isinstance(row["payload"], str):
             row["payload"] = json.dumps(row["payload"], ensure_ascii=False, sort_keys=True)
         columns = {**dict.fromkeys(further), **{key: row.pop(key) for key in row.keys() - KEYS}}

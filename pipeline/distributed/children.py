@@ -129,7 +129,7 @@ def rehearse(what: str, call: Callable[[], Any], remedy: str) -> None:
         raise UserError(problem)
 
 
-def _rehearse_here(call: Callable[[], Any], write_end: int) -> NoReturn:
+def _rehearse_here(call: Callable[[], Any], write_end: int) -> None:
     code = _TOO_MUCH_MEMORY
     try:
         end_with_the_parent()

@@ -281,7 +281,7 @@ class _ZeroGradient(torch.autograd.Function):
         return parameter.new_zeros(())
 
     @staticmethod
-    def backward(context: Any, gradient: torch.Tensor) -> torch.Tensor:
+    def backward(context: Any, *_: torch.Tensor) -> torch.Tensor:
         like: torch.Tensor = context.like
         return like.new_zeros(()).expand(like.shape)  # an expanded tensor takes almost no memory
 

@@ -43,7 +43,7 @@ def taken_pairs(values: Any) -> dict[Any, Any]:
 
 
 def once_a_class(function: Callable[[type[Any]], Value]) -> Callable[[type[Any]], Value]:
-    return cache(function)  # type: ignore[return-value]  # mypy treats classes as unhashable
+    return cache(function)  # type: ignore[return-value]  # classes count as unhashable
 
 
 @once_a_class

@@ -340,7 +340,7 @@ async def reply_of(environment: Any, message: str) -> str | None:
     return writable(answer)
 
 
-_numpy: Any = np.random  # mypy does not know the functions for the global bit generator
+_numpy: Any = np.random  # checkers do not know the functions for the global bit generator
 
 
 class RandomState:

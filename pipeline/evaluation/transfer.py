@@ -112,7 +112,7 @@ def resampled(totals: Floats, counts: Floats, name: str, over_seeds: bool = True
 def _weights(count: int, *key: int | str) -> Floats:
     generator = np.random.default_rng(stream_key("bootstrap", *key))
     weights = generator.multinomial(count, np.full(count, 1 / count), size=RESAMPLES)
-    return np.asarray(np.vstack([np.ones(count), weights]))
+    return np.vstack([np.ones(count), weights.astype(np.float64)])
 
 
 def column_metrics(matrix: Floats, own: Stages) -> dict[str, dict[int, Floats]]:

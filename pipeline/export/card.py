@@ -79,7 +79,7 @@ def model_card(
     has_tools = any(run.results.get("tools", {"": any(may_have)}).values())
     kwargs = [f"{name}={value!r}, " for name, value in config.model.chat_template_kwargs.items()]
     base = hub_id_of(base_of_adapters or model)
-    licence = {"license": "apache-2.0"} if model == "tiny" else licence_of(model)
+    licence: dict[str, Any] = {"license": "apache-2.0"} if model == "tiny" else licence_of(model)
     card: ModelCard = ModelCard.from_template(
         ModelCardData(
             base_model=base,

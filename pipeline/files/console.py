@@ -67,7 +67,7 @@ def user_module(name: str) -> ModuleType:
     If no module of this name exists, the ModuleNotFoundError says where it was searched.
     """
     package = name.partition(".")[0]
-    if package != __package__.partition(".")[0]:
+    if package != __name__.partition(".")[0]:
         USER_PACKAGES.add(package)
     here = os.getcwd()
     if here not in sys.path:

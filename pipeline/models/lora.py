@@ -258,7 +258,7 @@ def _match(folder: str | Path, names: Sequence[str]) -> None:
     from peft.tuners.tuners_utils import check_target_module_exists
     from peft.utils.other import get_pattern_key
 
-    config = LoraConfig.from_pretrained(str(folder))
+    config: Any = LoraConfig.from_pretrained(str(folder))
     for name in names:
         check_target_module_exists(config, name)
     for patterns in (config.rank_pattern, config.alpha_pattern):

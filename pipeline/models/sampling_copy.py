@@ -150,10 +150,10 @@ class PackedWeights:
     def __init__(self, model: Any) -> None:
         head = model.get_output_embeddings()
         self._before = dict[Any, Any]()  # layer: its own `forward`, None for its class's
-        layer: Any
         for layer in large_layers(model):
             self._before[layer] = vars(layer).get("forward")
-            layer.forward = _of_head(layer) if layer is head else _of_layer(layer)
+            packed: Any = _of_head(layer) if layer is head else _of_layer(layer)
+            layer.forward = packed
 
     def release(self) -> None:
         """Let the layers compute as before, and free the copies."""

@@ -108,7 +108,8 @@ def _mark_stages(axes: Axes, run: RunData, with_names: bool) -> None:
 def legend(figure: Figure, handles: Sequence[Handle]) -> None:
     from matplotlib.lines import Line2D
 
-    lines = [Line2D([], [], **{"color": GREY, **style}, label=name) for name, style in handles]
+    usual: dict[str, Any] = {"color": GREY}
+    lines = [Line2D([], [], **{**usual, **style}, label=name) for name, style in handles]
     columns = max(1, int(figure.get_figwidth() // 2.2))
     figure.legend(handles=lines, ncols=columns, **BELOW)
 

@@ -388,7 +388,7 @@ def pareto(configurations: Sequence[Configuration]) -> Figure:
             axes.axhline(gain[0], color=colour, linestyle=":", linewidth=1)
         forgotten = forgetting[0] if forgetting else 0.0
         across = error_bar(*forgetting) if forgetting else None
-        lines = {**INTERVAL, "ecolor": colour, "zorder": 3, "elinewidth": 1.4}
+        lines: dict[str, Any] = {**INTERVAL, "ecolor": colour, "zorder": 3, "elinewidth": 1.4}
         axes.errorbar(forgotten, gain[0], yerr=error_bar(*gain), xerr=across, **lines)
         axes.plot(
             forgotten, gain[0], label=name, marker=marker, color=colour, markersize=size, **EDGED

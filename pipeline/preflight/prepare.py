@@ -282,7 +282,7 @@ def _hashes_of_modules(named: str) -> dict[str, str]:
         name: file
         for name, module in [*sys.modules.items()]
         if (file := getattr(module, "__file__", None))
-        and name.partition(".")[0] != __package__.partition(".")[0]
+        and name.partition(".")[0] != __name__.partition(".")[0]
     }
     if named not in files:
         return {}

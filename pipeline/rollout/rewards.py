@@ -123,7 +123,8 @@ class _Call:
     @property
     def wait_s(self) -> float:
         """The seconds that the service asks to wait."""
-        return (self.fault and self.fault.wait_s) or 0.0
+        wait_s = None if self.fault is None else self.fault.wait_s
+        return wait_s or 0.0
 
     def note(self, fault: EnvironmentFault | None) -> None:
         """Note how an attempt has ended."""

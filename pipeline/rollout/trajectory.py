@@ -110,8 +110,9 @@ class Trajectory(RunRecord):
         self.num_sampled_tokens += is_sampled * len(ids)
 
     def record(self) -> RunRecord:
-        found = {f.name: getattr(self, f.name) for f in fields(RunRecord)}
-        return RunRecord(**{**found, "num_sampled_tokens": self.num_sampled_in_all})
+        found: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(RunRecord)}
+        found["num_sampled_tokens"] = self.num_sampled_in_all
+        return RunRecord(**found)
 
 
 @dataclass(eq=False, kw_only=True)

@@ -148,7 +148,8 @@ def episode_rows(folder: Path) -> list[list[Any]]:
 def _text(message: Mapping[str, Any]) -> str:
     calls = [call["function"] for call in message.get("tool_calls") or ()]
     lines = [f"{call['name']}({json.dumps(call['arguments'])})" for call in calls]
-    return f"{message['role']}: " + "\n".join(filter(None, [message.get("content"), *lines]))
+    content = message.get("content")
+    return f"{message['role']}: " + "\n".join([content, *lines] if content else lines)
 
 
 def final_numbers(results: Mapping[str, Any]) -> dict[str, float]:

@@ -207,5 +207,6 @@ def send_results(run: Any, folder: Path) -> None:
         run.log_artifact(artifact)
         run.summary.update({f"plots/{path.stem}": wandb.Image(str(path)) for path in pictures})
     with may_fail("W&B did not get the table of episodes", ADVICE):
-        if episodes := episode_rows(folder):
+        episodes: list[Any] = episode_rows(folder)
+        if episodes:
             run.summary["trajectories"] = wandb.Table(columns=[*COLUMNS], data=episodes)
