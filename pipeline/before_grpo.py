@@ -33,8 +33,8 @@ def before_training(run: Run) -> None:
     """Evaluate the given model; do the warm start and RFT, and evaluate after each."""
     config = run.config
     state = run.state
-    if config.evaluation.agent_url is not None:
-        play_agent(run, str(config.evaluation.agent_model))
+    if config.agent.url is not None:
+        play_agent(run, str(config.agent.model))
     if not state.evaluated("start"):
         evaluate_held_out(run, "start")
     if not config.grpo.use_grpo:
@@ -63,9 +63,11 @@ def play_agent(run: Run, name: str) -> None:
         return
     if ranks.is_main:  # an agent that failed may have had other ranks
         shutil.rmtree(run.folder / "trajectories" / "agent", ignore_errors=True)
-    with closing(LanguageModel("agent", config, run.folder, ranks, as_written=True)) as model:
-        given = config.evaluation.agent_temperature
-        temperature = config.rollout.temperature if given is None else given
+    given = config.agent.temperature
+    temperature = config.rollout.temperature if given is None else given
+    timeout = config.rollout.call_timeout
+    model = LanguageModel("agent", config.agent, timeout, run.folder, ranks, as_written=True)
+    with closing(model):
         agent = agent_rollout(run.learner.rollout, model, temperature)
         tasks = [task for tasks in run.parts.held_out.values() for task in tasks]
         count = len(ranks.shard(len(tasks))) * (config.evaluation.eval_trials + 1)

@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipeline.config.settings import Config, DataSettings
+from pipeline.config.settings import Config
 from pipeline.data.tasks import SCENARIO, Message, Task
 from pipeline.endpoints.language_model import LanguageModel
 from pipeline.environments.domains import Domain
@@ -190,30 +190,33 @@ def in_first_person(text: str) -> str:
 
 
 def served_domains(
-    data: DataSettings, domains: Mapping[str, Domain], tasks: Mapping[str, Sequence[Task]]
+    config: Config, domains: Mapping[str, Domain], tasks: Mapping[str, Sequence[Task]]
 ) -> list[str]:
     """Return the domains whose customers a language model plays."""
     return [
         name
         for name, domain in domains.items()
-        if data.customer == "llm"
+        if config.customer.url is not None
         and (hasattr(domain.environment, SCENARIO) or any(map(_scenario_text, tasks[name])))
     ]
 
 
 def check_scenarios(
-    data: DataSettings, domains: Mapping[str, Domain], tasks: Mapping[str, Sequence[Task]]
+    config: Config, domains: Mapping[str, Domain], tasks: Mapping[str, Sequence[Task]]
 ) -> list[str]:
     """Return a note for each domain whose scenarios have no effect.
 
     Raises UserError if the customers are to be a language model, and no task has a scenario.
     """
-    if data.customer == "llm" and not served_domains(data, domains, tasks):
+    url = config.customer.url
+    if url is None:
+        idle = [name for name in domains if _scenario_text(tasks[name][0])]
+        return [f"{name}: scenario has no effect without customer_url" for name in idle]
+    if not served_domains(config, domains, tasks):
         hint = "give τ²-bench's domains (tau2), or tasks with the column scenario"
         names = ",".join(domains)
-        raise UserError(f"customer: got llm, but no task of {names} has a scenario; {hint}")
-    idle = [n for n in domains if data.customer != "llm" and _scenario_text(tasks[n][0])]
-    return [f"{name}: scenario has no effect without customer llm" for name in idle]
+        raise UserError(f"customer_url: got {url}, but no task of {names} has a scenario; {hint}")
+    return []
 
 
 def _scenario_text(task: Task) -> str:
@@ -260,9 +263,11 @@ def customers_of(
     ranks: "Ranks",
 ) -> Customers | None:
     """Return the customers of a run on this rank, or None if no language model plays any."""
-    if not (names := served_domains(config.data, domains, tasks)):
+    if not (names := served_domains(config, domains, tasks)):
         return None
-    return Customers(LanguageModel("customer", config, folder, ranks), names)
+    timeout = config.rollout.call_timeout
+    model = LanguageModel("customer", config.customer, timeout, folder, ranks)
+    return Customers(model, names)
 
 
 def judge_of(
@@ -277,11 +282,11 @@ def judge_of(
     Those who ask are environments with `has_judge`, with `await self.judge(messages, seed=...)`,
     and the reward functions `rewards`, with their argument `judge`.
     """
-    asks = any(getattr(domain.environment, "has_judge", False) for domain in domains.values())
+    asks = any(domain.asks_judge for domain in domains.values())
     asks = asks or (rewards is not None and rewards.asks_judge)
-    if not asks or config.data.judge_url is None:
+    if not asks or config.judge.url is None:
         return None
-    return LanguageModel("judge", config, folder, ranks)
+    return LanguageModel("judge", config.judge, config.rollout.call_timeout, folder, ranks)
 
 
 def end_of_run(models: Sequence[LanguageModel], ranks: "Ranks") -> str:

@@ -48,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> float:
 
     # `pipeline/run.py --help` lists all settings with their defaults.
     config = Config.model_validate({"data": {"domains": [options.domain]}})
-    domain = load_domains(config.data)[options.domain]
+    domain = load_domains(config)[options.domain]
     tokenizer = tiny_tokenizer([domain])
     model, chat = tiny_model(tokenizer, seed=1), Chat(tokenizer)
     assert domain.generate_tasks, "this domain cannot generate tasks"

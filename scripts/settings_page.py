@@ -50,7 +50,7 @@ VARIABLES = {  # environment variables besides those of run_ddp.sh
     "`TORCH_ELASTIC_SHUTDOWN_TIMEOUT`": "seconds from SIGTERM to SIGKILL; default: 20",
     "`HF_TOKEN`": "access to private models and datasets of the hub",
     "`HF_HUB_OFFLINE=1`": "use only models and datasets that are already on this machine",
-    "`OPENAI_API_KEY`": "the key for customer_url and agent_url; or name another in customer_key",
+    "`OPENAI_API_KEY`": "the key for endpoints, if `customer_key` and the like name no other",
     "`WANDB_API_KEY`": "the key for W&B; without a key, nothing is sent",
     "`WANDB_MODE`": "`online` after `wandb login`; `offline`: W&B's own offline folders",
 }

@@ -18,21 +18,21 @@ from typing import IO, Any, NamedTuple
 
 import yaml
 
-from pipeline.config.recipe import SETTINGS, dump
+from pipeline.config.recipe import SETTINGS, dump, full_name
 from pipeline.config.settings import Config
 from pipeline.errors import UserError
 from pipeline.files.durable import sync, write_text
 from pipeline.files.layout import RUN_SETTINGS, run_of_checkpoint
 from pipeline.models.model_files import problem_of_name
 
+PLACE_AND_BUDGET = ("url", "key", "max_calls", "max_tokens")  # of a language model
 # Settings that a resumed run may change, because no result depends on them.
 HARMLESS = {
     *("trust_remote_code", "call_timeout", "max_error_rate", "max_skipped_steps"),
     *("shard_optimizer", "max_sampling_logp_difference", "rollout_timeout", "tau2"),
-    *("customer_url", "customer_key", "max_customer_calls", "max_customer_tokens"),
+    *(f"{role}_{name}" for role in ("customer", "judge") for name in PLACE_AND_BUDGET),
     "start_report_tasks",
-    *(name for _, name in SETTINGS if "agent_" in name),
-    *(name for section, name in SETTINGS if section in ("run", "tracking")),
+    *(full_name(*key) for key in SETTINGS if key[0] in ("agent", "run", "tracking")),
 } - {"seed", "deterministic"}
 FORMAT = 1  # version of a checkpoint's format, which changes with any field or setting in it
 
@@ -242,9 +242,10 @@ def refuse_changes(config: Config, old: dict[str, Any], name: str) -> list[str]:
     """Raise UserError if a changed setting affects results; with `override`, return a note."""
     new = config.model_dump(mode="json")
     changes = []
-    for section, setting in SETTINGS:
-        before = old.get(section, {}).get(setting)
-        now = new[section][setting]
+    for section, name in SETTINGS:
+        before = old.get(section, {}).get(name)
+        now = new[section][name]
+        setting = full_name(section, name)
         if before != now and setting not in HARMLESS:
             changes.append(f"{setting} {json.dumps(before)} -> {json.dumps(now)}")
     if not changes:

@@ -61,7 +61,7 @@ def main(argv: list[str]) -> int:
     if name not in names:
         raise UserError(f"--domain: got {shown(name)}; domains of the run: {', '.join(names)}")
     seed = config.run.seed if options.seed is None else options.seed
-    domain = load_domains(config.data)[name]
+    domain = load_domains(config)[name]
     chat = chat_of(checkpoint, domain)
     task = find_task(config, domain, options.task, seed, chat)
     how = "greedy" if options.greedy else f"sampled at temperature {config.rollout.temperature:g}"
@@ -73,12 +73,15 @@ def main(argv: list[str]) -> int:
     hooks: dict[str, Any] = {"reply": terminal.reply, "watch": terminal.watch}
     if options.human:
         limits = limits.model_copy(update={"call_timeout": NO_DEADLINE_S, "rollout_timeout": None})
-    elif served_domains(config.data, {name: domain}, {name: [task]}):
-        tell("customer", config.data.customer_name)
-        model = LanguageModel("customer", config, checkpoint.run, name="chat")
+    elif served_domains(config, {name: domain}, {name: [task]}):
+        tell("customer", config.customer.in_words)
+        timeout = config.rollout.call_timeout
+        model = LanguageModel("customer", config.customer, timeout, checkpoint.run, name="chat")
         hooks["opening_messages"] = Customers(model, [name]).opening_messages
-    if config.data.judge_url is not None:
-        hooks["judge"] = LanguageModel("judge", config, checkpoint.run, name="chat").ask
+    if config.judge.url is not None:
+        timeout = config.rollout.call_timeout
+        model = LanguageModel("judge", config.judge, timeout, checkpoint.run, name="chat")
+        hooks["judge"] = model.ask
     rollout = load_rollout(checkpoint, domain, chat, limits, **hooks)
     # The random numbers of the task's first trial in an evaluation with this seed.
     key = stream_key(seed, "evaluation", *task.key, 0)

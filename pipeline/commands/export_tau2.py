@@ -19,7 +19,7 @@ from pipeline.tau2.environment import Tau2Environment
 from pipeline.tau2.simulations import MAX_ERRORS, results_of
 from pipeline.tau2.world import World
 
-USERS = {"ticket": "ticket", "scripted": "scripted_customer", "llm": "user_simulator"}
+USERS = {"none": "ticket", "scripted": "scripted_customer", "llm": "user_simulator"}
 PLAYED = "evaluation-"  # begins the names of folders with the model's own episodes
 AGENT = "agent"  # the folder of the episodes that an endpoint as the agent has played
 
@@ -38,7 +38,7 @@ def main(argv: list[str]) -> int:
         raise UserError(f"got {str(run)!r}, which holds no run (no {RUN_SETTINGS})")
     config = load_recipe(run / RUN_SETTINGS)
     results = _results(run)
-    domains = load_domains(config.data)
+    domains = load_domains(config)
     kinds = {name: d.environment for name, d in domains.items()}
     worlds = {n: k.world for n, k in kinds.items() if issubclass(k, Tau2Environment)}
     if not worlds:
@@ -105,7 +105,7 @@ def _agent(config: Config, run: Path, results: Any, evaluation: str) -> dict[str
     limits = config.rollout
     arguments: dict[str, Any] = {"max_tokens": limits.max_tokens_per_turn}
     if evaluation == AGENT:
-        name = config.evaluation.agent_model
+        name = config.agent.model
         temperature = results["agents"].get(name, {}).get("temperature", limits.temperature)
         return {"llm": name, "llm_args": {"temperature": temperature, **arguments}}
     sampling = {"temperature": limits.temperature, "top_p": limits.top_p, "top_k": limits.top_k}
@@ -114,13 +114,12 @@ def _agent(config: Config, run: Path, results: Any, evaluation: str) -> dict[str
 
 
 def _info(config: Config, world: World, about: dict[str, Any]) -> dict[str, Any]:
-    data = config.data
-    user: dict[str, Any] = {"implementation": USERS[data.customer]}
+    customer = config.customer
+    user: dict[str, Any] = {"implementation": USERS[about["user_mode"]]}
     if world.is_solo:
         user = {"implementation": "dummy_user"}
-    elif data.customer == "llm":
-        arguments = {"temperature": data.customer_temperature}
-        user |= {"llm": data.customer_model, "llm_args": arguments}
+    elif customer.url is not None:
+        user |= {"llm": customer.model, "llm_args": {"temperature": customer.temperature}}
     return {
         "git_commit": about["commit"],
         "max_steps": config.rollout.max_turns,

@@ -9,7 +9,7 @@ from typing import Any, Literal, NoReturn, get_args, get_origin
 import yaml
 
 from pipeline.config import recipe
-from pipeline.config.recipe import SECTIONS, SETTINGS
+from pipeline.config.recipe import PREFIXED, SECTIONS, SETTINGS, full_name
 from pipeline.config.settings import MAX_SEED, Config
 from pipeline.errors import UserError, nearest
 from pipeline.files.console import command
@@ -61,8 +61,8 @@ def parse(argv: list[str]) -> Config:
         tree["run"]["output_dir"] = str(resumed)
     for dest, text in given.items():
         section, name = dest.split(".")
-        tree[section][name] = _value(text, SETTINGS[section, name].annotation)
         flags[section, name] = flag(section, name)
+        tree[section][name] = _value(text, SETTINGS[section, name].annotation, flag(section, name))
     return recipe.resolve(path, tree, flags)
 
 
@@ -73,8 +73,7 @@ def _default(given: Mapping[str, str]) -> str:
 
 def flag(section: str, name: str) -> str:
     """Return the flag of a setting, such as `--learning-rate` or `--warm-start-learning-rate`."""
-    prefix = "warm-start-" if section == "warm_start" else ""
-    return f"--{prefix}{name.replace('_', '-')}"
+    return "--" + full_name(section, name).replace("_", "-")
 
 
 def build_parser(shown: Config) -> argparse.ArgumentParser:
@@ -91,7 +90,7 @@ def build_parser(shown: Config) -> argparse.ArgumentParser:
     about = f"a recipe file, or the name of a shipped recipe [{shown.recipe}]"
     most_used.add_argument("--config", "--recipe", metavar="RECIPE", help=about)
     groups = {s: parser.add_argument_group(getattr(shown, s).__doc__) for s in SECTIONS}
-    first = [(s, n) for n in MOST_USED for s, name in SETTINGS if n == name and s != "warm_start"]
+    first = [(s, n) for n in MOST_USED for s, name in SETTINGS if n == name and s not in PREFIXED]
     for section, name in dict.fromkeys((*first, *SETTINGS)):
         setting = SETTINGS[section, name]
         value = getattr(getattr(shown, section), name)
@@ -143,7 +142,7 @@ def _shown(value: Any) -> str:
     return "" if value is None else f" [{value}]"
 
 
-def _value(text: str | bool, annotation: Any) -> Any:
+def _value(text: str | bool, annotation: Any, flag: str) -> Any:
     base = _without_null(annotation)
     if isinstance(text, bool):
         return text
@@ -159,7 +158,7 @@ def _value(text: str | bool, annotation: Any) -> Any:
         return text  # `recipe.resolve` raises UserError for text that is not YAML.
     if isinstance(value, dict) and any(":" in str(k) and v is None for k, v in value.items()):
         hint = "write a space after each colon, as in {bank: FILE}"
-        raise UserError(one_line(f"got {shown(text)}; {hint}"))
+        raise UserError(one_line(f"{flag}: got {shown(text)}; {hint}"))
     return value
 
 

@@ -24,7 +24,7 @@ def with_installed(config: Config) -> Config:
     """
     data = config.data
     installed = installed_domains()
-    embedded = data.factories.keys() - data.own_domains
+    embedded = config.factories.keys() - data.own_domains
     environments = dict(data.environments)
     for name in data.domains:
         found = installed.select(name=name)

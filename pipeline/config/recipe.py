@@ -31,6 +31,12 @@ SETTINGS: dict[tuple[str, str], FieldInfo] = {  # pydantic's field of each (sect
     for name, field in type(part).model_fields.items()
 }
 SECTIONS = tuple(dict.fromkeys(section for section, _ in SETTINGS))
+PREFIXED = ("warm_start", "customer", "judge", "agent")  # sections whose settings share names
+
+
+def full_name(section: str, name: str) -> str:
+    """Return the name of a setting that no other has: `max_steps`, `warm_start_steps`."""
+    return f"{section}_{name}" if section in PREFIXED else name
 
 
 def load_recipe(source: str | Path) -> Config:
@@ -120,7 +126,7 @@ def instead(name: str) -> str:
     A name with `*` does not stand for settings that are here.
     """
     plain = name.lstrip("-").replace("-", "_").removeprefix("no_")
-    is_here = any(plain == setting for _, setting in SETTINGS)
+    is_here = any(plain == full_name(*setting) for setting in SETTINGS)
     for names, answer in trl_names().items():
         known = [known for known in names.split() if not (is_here and "*" in known)]
         if any(fnmatchcase(plain, pattern) for pattern in known):
@@ -171,10 +177,12 @@ def _unknown(location: Sequence[str]) -> str:
     if answer := instead(name):
         return answer
     here = [setting for owner, setting in SETTINGS if [owner] == section] or SECTIONS
-    near = nearest(name, here) or nearest(name, (setting for _, setting in SETTINGS))
+    full_names = {full_name(*setting): setting for setting in SETTINGS}
+    near = nearest(name, here) or nearest(name, full_names)
     hint = f"did you mean {near}" if near else "--help lists all"
     if near and near not in here:
-        hint += f" in section {' or '.join(s for s, setting in SETTINGS if setting == near)}"
+        owner, near = full_names[near]
+        hint = f"did you mean {near} in section {owner}"
     kind = "setting" if section else "section"
     return f"unknown {kind} {'.'.join(location)}; {hint}{'?' * bool(near)}"
 

@@ -5,7 +5,7 @@ import re
 from collections.abc import Sequence
 
 from pipeline.config.installed import installed_domains
-from pipeline.config.settings import EMBEDDED_DOMAINS, Config, Section
+from pipeline.config.settings import EMBEDDED_DOMAINS, Config, EndpointSettings
 from pipeline.errors import UserError, nearest
 
 JOINT_STAGES = ("mixed", "interleaved")
@@ -17,8 +17,6 @@ _HOST = rf"({_NUMBERS}|(?![0-9.]+([:/]|$)){_LABEL}(\.{_LABEL})*\.?)"
 BASE_URL = re.compile(rf"https?://{_HOST}(:(?P<port>[0-9]{{1,5}}))?(/[^\s?#]*)?", re.IGNORECASE)
 # No domain may have a name that evaluations or metrics use.
 RESERVED_NAMES = (*JOINT_STAGES, "start", "warm_start", "rft", "mean", "agent")
-# The language models that a run may call: the section of their settings, and their prefix.
-ROLES = (("data", "customer"), ("data", "judge"), ("evaluation", "agent"))
 
 Rows = list[tuple[bool, str]]  # whether a rule is broken, and its message
 
@@ -39,11 +37,15 @@ def check(config: Config) -> None:
 
 def refuse_placeholders(config: Config) -> None:
     """Raise UserError for a recipe's placeholder where a run, but no check, needs a server."""
-    for section, role in ROLES:
-        name = f"{role}_url"
-        url = getattr(getattr(config, section), name)
+    for role, endpoint in _endpoints_of(config).items():
+        url = endpoint.url
         if url is not None and "://HOST" in url:
-            raise UserError(f"{name}: got {url}; give the server's name in place of HOST")
+            raise UserError(f"{role}_url: got {url}; give the server's name in place of HOST")
+
+
+def _endpoints_of(config: Config) -> dict[str, EndpointSettings]:
+    """Return the settings of the language models that a run may call, by what they play."""
+    return {"customer": config.customer, "judge": config.judge, "agent": config.agent}
 
 
 def left_out(config: Config) -> list[str]:
@@ -70,12 +72,8 @@ def left_out(config: Config) -> list[str]:
             "hub_model_id: has no effect without push_to_hub",
         ),
         (
-            data.tau2 is None and data.tau2_reward != "verifiable",
-            "tau2_reward: has no effect without tau2",
-        ),
-        (
-            data.tau2 is None and not data.tau2_refuel_consent,
-            "tau2_refuel_consent: has no effect without tau2",
+            data.tau2 is None and bool(data.tau2_arguments),
+            "tau2_arguments: has no effect without tau2",
         ),
         (
             data.skip_long_tasks and not (data.tasks or data.eval_tasks),
@@ -128,69 +126,34 @@ def _environments(config: Config) -> Rows:
 
 
 def _endpoints(config: Config) -> Rows:
-    data = config.data
     rows: Rows = []
-    for section, role in ROLES:
-        settings = getattr(config, section)
-        if role == "customer":
-            is_called = data.customer == "llm"
-            given = f"with customer {data.customer}"
-            remedy = "give customer llm"
-        else:
-            is_called = getattr(settings, f"{role}_url") is not None
-            given = f"without {role}_url"
-            remedy = f"give {role}_url"
-        rows += _called(settings, role) if is_called else _unused(settings, role, given, remedy)
-    is_official = data.tau2 is not None and data.tau2_reward == "official"
-    scripted = [name for name in data.domains if name in ("airline", "retail")]
-    return [
-        *rows,
-        (
-            data.judge_url is not None and not (is_official or data.reward_funcs),
-            f"judge_url: got {data.judge_url}; give tau2 and tau2_reward official, or a reward "
-            "function that asks it, or take it out",
-        ),
-        (
-            data.customer == "scripted" and (data.tau2 is None or scripted != data.domains),
-            f"customer: got scripted for {','.join(data.domains)}; it is for airline and retail "
-            "with tau2; name these domains, or give ticket or llm",
-        ),
-    ]
-
-
-def _unused(settings: Section, role: str, given: str, remedy: str) -> Rows:
-    """Return the rules for the settings of an endpoint that is not called."""
-    values = {name: value for name, value in settings if f"{role}_" in name}
-    fields = type(settings).model_fields
-    return [
-        (
-            value != fields[name].default,
-            f"{name}: got {value}, {given}, which calls no endpoint; {remedy}, or take it out",
-        )
-        for name, value in values.items()
-    ]
-
-
-def _called(settings: Section, role: str) -> Rows:
-    """Return the rules for the settings of an endpoint that is called."""
-    url = getattr(settings, f"{role}_url")
-    model = getattr(settings, f"{role}_model")
-    key = getattr(settings, f"{role}_key")
-    usual_key = type(settings).model_fields[f"{role}_key"].default
-    needed = f"the {role} needs it; give the endpoint's URL and its model's name"
-    return [
-        (url is None, f"{role}_url: {needed}"),
-        (model is None, f"{role}_model: {needed}"),
-        (
-            not _is_base_url(str(url)),
-            f"{role}_url: got {url!r}; give the base URL of an OpenAI-compatible server, such as "
-            "http://HOST:8000/v1",
-        ),
-        (
-            key != usual_key and key not in os.environ,
-            f"{role}_key: got {key}, which is not set; set the variable",
-        ),
-    ]
+    for role, endpoint in _endpoints_of(config).items():
+        url = endpoint.url
+        unused = [n for n, value in endpoint if value != type(endpoint).model_fields[n].default]
+        rows += [
+            (
+                url is None,
+                f"{role}_{name}: got {getattr(endpoint, name)}, without {role}_url, so no endpoint "
+                f"is called; give {role}_url, or take it out",
+            )
+            for name in unused
+        ]
+        rows += [
+            (
+                url is not None and endpoint.model is None,
+                f"{role}_model: the {role} needs it; give the name of the model at {role}_url",
+            ),
+            (
+                url is not None and not _is_base_url(url),
+                f"{role}_url: got {url!r}; give the base URL of an OpenAI-compatible server, such "
+                "as http://HOST:8000/v1",
+            ),
+            (
+                "key" in unused and endpoint.key not in os.environ,
+                f"{role}_key: got {endpoint.key}, which is not set; set the variable",
+            ),
+        ]
+    return rows
 
 
 def _is_base_url(url: str) -> bool:
@@ -222,7 +185,7 @@ def _rewards(config: Config) -> Rows:
 def _names(config: Config) -> Rows:
     data = config.data
     curriculum = config.curriculum
-    known = list(data.factories)
+    known = list(config.factories)
     used = data.domains
     stages = list(dict.fromkeys([*known, *JOINT_STAGES, *config.stage_names]))
     scales = config.grpo.domain_advantage_scale
@@ -350,8 +313,8 @@ def _run(config: Config) -> Rows:
             f"attn_implementation: got {attention!r}; give sdpa or eager to the tiny model",
         ),
         (
-            data.eval_split == "base" and data.tau2 is None,
-            "eval_split: got base, which the domains of tau2 have alone; give test or validation",
+            data.eval_split == "base" and bool(config.generated_domains),
+            "eval_split: got base, which generated tasks do not have; give test or validation",
         ),
         (
             data.eval_split == "base" and (config.grpo.use_grpo or config.is_supervised),

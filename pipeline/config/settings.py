@@ -95,23 +95,9 @@ class DataSettings(Section):
         {}, "domains of your own: {bank: my_pkg.bank:BankEnv}, or {factory: ..., arguments: {...}}"
     )
     tau2: Path | None = field(None, "a checkout of tau2-bench, whose three domains replace ours")
-    tau2_reward: Literal["verifiable", "official"] = field(
-        "verifiable", "official: a judge decides what only a language model can"
+    tau2_arguments: dict[str, Any] = field(
+        {}, "of these domains: {reward: official, refuel_consent: false, customer: scripted}"
     )
-    judge_url: Text | None = field(None, "chat endpoint of the judge, for rewards")
-    judge_model: Text | None = field(None, "name of the model at judge_url")
-    judge_temperature: NonNegativeFloat = field(0.0, "sampling temperature of the judge")
-    judge_key: Text = field("OPENAI_API_KEY", "environment variable that holds its API key")
-    max_judge_calls: PositiveInt | None = field(None, "paid calls of a run; null: no limit")
-    max_judge_tokens: PositiveInt | None = field(None, "paid tokens of a run; null: no limit")
-    tau2_refuel_consent: bool = field(True, "telecom's tickets have the consent to buy data")
-    customer: Literal["ticket", "scripted", "llm"] = field("ticket", "who plays the customer")
-    customer_url: Text | None = field(None, "chat endpoint of llm, such as http://HOST:8000/v1")
-    customer_model: Text | None = field(None, "name of the model at customer_url")
-    customer_temperature: NonNegativeFloat = field(0.0, "sampling temperature of the customer")
-    customer_key: Text = field("OPENAI_API_KEY", "environment variable that holds the API key")
-    max_customer_calls: PositiveInt | None = field(None, "paid calls of a run; null: no limit")
-    max_customer_tokens: PositiveInt | None = field(None, "paid tokens of a run; null: no limit")
     tasks_per_domain: PositiveInt | None = field(
         None, "training tasks of each domain; null: all rows of a source, or 800 generated tasks"
     )
@@ -139,18 +125,6 @@ class DataSettings(Section):
         return None if value is None else value.expanduser().resolve()
 
     @property
-    def customer_name(self) -> str:
-        """The language model that plays the customer, or an empty text."""
-        model = f"{self.customer_model} at temperature {self.customer_temperature:g}"
-        return model if self.customer == "llm" else ""
-
-    @property
-    def judge_name(self) -> str:
-        """The language model that judges, or an empty text."""
-        model = f"{self.judge_model} at temperature {self.judge_temperature:g}"
-        return "" if self.judge_url is None else model
-
-    @property
     def num_train_tasks(self) -> int:
         """The number of generated training tasks of each domain."""
         return self.tasks_per_domain or 800
@@ -168,18 +142,37 @@ class DataSettings(Section):
             for name, value in given.items()
         }
 
+
+class EndpointSettings(Section):
+    """A language model behind an OpenAI-compatible endpoint. A run calls it if `url` is given."""
+
+    url: Text | None = field(None, "chat endpoint, such as http://HOST:8000/v1")
+    model: Text | None = field(None, "name of the model at the endpoint")
+    temperature: NonNegativeFloat = field(0.0, "sampling temperature")
+    key: Text = field("OPENAI_API_KEY", "environment variable that holds the API key")
+    max_calls: PositiveInt | None = field(None, "paid calls of a run; null: no limit")
+    max_tokens: PositiveInt | None = field(None, "paid tokens of a run; null: no limit")
+
     @property
-    def factories(self) -> dict[str, EnvironmentFactory]:
-        """The environment of each known domain."""
-        known = {n: EnvironmentFactory(factory=f) for n, f in EMBEDDED_DOMAINS.items()}
-        if self.tau2 is not None:
-            given: dict[str, Any] = {"path": str(self.tau2), "reward": self.tau2_reward}
-            given |= {"refuel_consent": self.tau2_refuel_consent, "customer": self.customer}
-            given |= {"played_by": self.customer_name, "judged_by": self.judge_name}
-            for name in [*known]:
-                arguments = {**given, "domain": name}
-                known[name] = EnvironmentFactory(factory=TAU2, arguments=arguments)
-        return known | self.own_domains
+    def in_words(self) -> str:
+        """The model with its temperature, or an empty text if none is called."""
+        return "" if self.url is None else f"{self.model} at temperature {self.temperature:g}"
+
+
+class CustomerSettings(EndpointSettings):
+    """customer (a language model)"""
+
+
+class JudgeSettings(EndpointSettings):
+    """judge (a language model, for rewards)"""
+
+
+class AgentSettings(EndpointSettings):
+    """agent (a language model to compare with)"""
+
+    temperature: NonNegativeFloat | None = field(  # type: ignore[assignment]
+        None, "temperature of its trials; null: the rollout's `temperature`"
+    )
 
 
 class WarmStartSettings(Section):
@@ -316,12 +309,6 @@ class EvaluationSettings(Section):
     kl_probe_tasks: NonNegativeInt = field(16, "tasks per learned domain for the KL probe; 0: none")
     validation_tasks: PositiveInt = field(20, "tasks per domain in a validation")
     start_report_tasks: NonNegativeInt = field(0, "tasks per domain to play for the start report")
-    agent_url: Text | None = field(None, "chat endpoint that plays the held-out tasks as the agent")
-    agent_model: Text | None = field(None, "name of the model at agent_url")
-    agent_temperature: NonNegativeFloat | None = field(None, "of its trials; null: `temperature`")
-    agent_key: Text = field("OPENAI_API_KEY", "environment variable that holds its API key")
-    max_agent_calls: PositiveInt | None = field(None, "paid calls of a run; null: no limit")
-    max_agent_tokens: PositiveInt | None = field(None, "paid tokens of a run; null: no limit")
 
 
 class RunSettings(Section):
@@ -366,12 +353,15 @@ class Config(Section):
     recipe: str = Field("three_domain_tiny", description="name of the recipe, for the run folder")
     model: ModelSettings = ModelSettings()
     data: DataSettings = DataSettings()
+    customer: CustomerSettings = CustomerSettings()
+    judge: JudgeSettings = JudgeSettings()
     warm_start: WarmStartSettings = WarmStartSettings()
     rft: RFTSettings = RFTSettings()
     curriculum: CurriculumSettings = CurriculumSettings()
     rollout: RolloutSettings = RolloutSettings()
     grpo: GRPOSettings = GRPOSettings()
     evaluation: EvaluationSettings = EvaluationSettings()
+    agent: AgentSettings = AgentSettings()
     run: RunSettings = RunSettings()
     tracking: TrackingSettings = TrackingSettings()
 
@@ -379,6 +369,30 @@ class Config(Section):
         """Return the settings with other values in a section."""
         part = getattr(self, section).model_copy(update=values)
         return self.model_copy(update={section: part})
+
+    @property
+    def factories(self) -> dict[str, EnvironmentFactory]:
+        """The environment of each known domain."""
+        known = {name: EnvironmentFactory(factory=f) for name, f in EMBEDDED_DOMAINS.items()}
+        if self.data.tau2 is not None:
+            models = {"played_by": self.customer.in_words, "judged_by": self.judge.in_words}
+            given = {**self.data.tau2_arguments, **models, "path": str(self.data.tau2)}
+            for name in [*known]:
+                arguments = {**given, "domain": name}
+                known[name] = EnvironmentFactory(factory=TAU2, arguments=arguments)
+        return known | self.data.own_domains
+
+    @property
+    def generated_domains(self) -> list[str]:
+        """The embedded domains of the run whose tasks are generated."""
+        factories = self.factories
+        return [
+            name
+            for name, target in EMBEDDED_DOMAINS.items()
+            if name in self.data.domains
+            and factories[name].factory == target
+            and name not in self.data.tasks
+        ]
 
     @property
     def stage_names(self) -> list[str]:

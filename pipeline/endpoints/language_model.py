@@ -11,10 +11,11 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipeline.config.settings import Config
+from pipeline.config.settings import EndpointSettings
 from pipeline.data.tasks import Message
 from pipeline.endpoints.endpoint import QUIET_S, Endpoint, Refused
 from pipeline.environments.faults import Outage
@@ -101,17 +102,18 @@ def said_on_one_rank(ranks: "Ranks") -> Callable[[str], None]:
 class LanguageModel:
     """The language model that plays a `role` of a run, on one rank.
 
-    The role `customer` has the settings `customer_url`, `customer_model`, `customer_temperature`
-    and `customer_key`, and its answers are in RUN/customers. Each rank may spend an equal share of
-    what is left of the budget (`max_customer_calls`, `max_customer_tokens`). After the budget is
-    spent, or after the endpoint has refused all calls, `ended` says why, and each new call raises
-    Outage. The roles `agent` and `judge` are alike. `as_written` is that of `Endpoint`.
+    `settings` are those of the role. The answers of the role `customer` are in RUN/customers. Each
+    rank may spend an equal share of what is left of the budget (`max_calls`, `max_tokens`). After
+    the budget is spent, or after the endpoint has refused all calls, `ended` says why, and each new
+    call raises Outage. `call_timeout` is the seconds that a call may take. `as_written` is that of
+    `Endpoint`.
     """
 
     def __init__(
         self,
         role: str,
-        config: Config,
+        settings: EndpointSettings,
+        call_timeout: float,
         folder: Path,
         ranks: "Ranks | None" = None,
         *,
@@ -121,14 +123,13 @@ class LanguageModel:
         rank = 0 if ranks is None else ranks.rank
         num_ranks = 1 if ranks is None else ranks.num_ranks
         self._role = role
-        self._settings = config.evaluation if role == "agent" else config.data
-        self._key_name = self._setting("key")
+        self._key_name = settings.key
         self._endpoint = Endpoint(
-            url=self._setting("url"),
-            model=self._setting("model"),
-            temperature=self._setting("temperature"),
-            key=os.environ.get(self._key_name, "").strip(),
-            patience_s=PATIENCE * config.rollout.call_timeout,
+            url=str(settings.url),
+            model=str(settings.model),
+            temperature=settings.temperature,
+            key=os.environ.get(settings.key, "").strip(),
+            patience_s=PATIENCE * call_timeout,
             say=say if ranks is None else said_on_one_rank(ranks),
             role=role,
             as_written=as_written,
@@ -136,21 +137,19 @@ class LanguageModel:
         self.cache = AnswerCache(folder / f"{role}s", name or f"rank-{rank}")
         self.ended = ""
         self._num_open = 0
-        limits = {
-            f"max_{role}_calls": self.cache.num_calls,
-            f"max_{role}_tokens": self.cache.num_tokens,
-        }
-        self._most = {
-            name: used + (limit - used + num_ranks - 1 - rank) // num_ranks
-            for name, used in limits.items()
-            if (limit := getattr(self._settings, name)) is not None
-        }
+
+        def share(limit: int | None, used: int) -> float:
+            """Return how much this rank may have spent when it stops."""
+            if limit is None:
+                return inf
+            return used + (limit - used + num_ranks - 1 - rank) // num_ranks
+
+        self._most_calls = share(settings.max_calls, self.cache.num_calls)
+        self._most_tokens = share(settings.max_tokens, self.cache.num_tokens)
+        self._settings = settings
 
     def close(self) -> None:
         self.cache.close()
-
-    def _setting(self, name: str) -> Any:
-        return getattr(self._settings, f"{self._role}_{name}")
 
     async def ask(
         self,
@@ -186,12 +185,13 @@ class LanguageModel:
             self._num_open -= 1
 
     def _check_budget(self) -> None:
-        for name, most in self._most.items():
-            is_calls = name.endswith("_calls")
-            spent = self.cache.num_calls + self._num_open if is_calls else self.cache.num_tokens
-            if spent >= most and not self.ended:
-                limit = getattr(self._settings, name)
-                hint = "go on with --resume-from-checkpoint auto and more, nothing is paid twice"
-                self.ended = f"{name}: got {limit}, which is spent; {hint}"
+        spent = ""
+        if self.cache.num_calls + self._num_open >= self._most_calls:
+            spent = f"calls: got {self._settings.max_calls}"
+        elif self.cache.num_tokens >= self._most_tokens:
+            spent = f"tokens: got {self._settings.max_tokens}"
+        if spent and not self.ended:
+            hint = "go on with --resume-from-checkpoint auto and more, nothing is paid twice"
+            self.ended = f"{self._role}_max_{spent}, which is spent; {hint}"
         if self.ended:
             raise Outage(f"{self._role}: {self.ended}")

@@ -96,7 +96,7 @@ def demonstrations_of(config: Config, domain: Domain, count: int) -> Iterator[De
 
 def _drawn(config: Config, domain: Domain, count: int) -> Iterator[tuple[Task, int]]:
     """Yield training tasks, and how often each was yielded before; families with shares repeat."""
-    tasks = generated(config.data, domain, count, "train")
+    tasks = generated(config, domain, count, "train")
     shares = config.curriculum.family_shares.get(domain.name, domain.family_shares)
     if not shares:
         yield from ((task, 0) for task in tasks)

@@ -23,7 +23,7 @@ from functools import partial
 from itertools import islice
 from typing import Any, TypeAlias
 
-from pipeline.config.settings import DataSettings
+from pipeline.config.settings import Config
 from pipeline.data.curriculum import TINY
 from pipeline.data.rows import row_problem
 from pipeline.data.tasks import Message, Task
@@ -73,6 +73,11 @@ class Domain:
         pairs = islice(parts.items(), MAX_ITEMS) if isinstance(parts, dict) else ()
         return {writable(str(name)): writable(str(meaning)) for name, meaning in pairs}
 
+    @property
+    def asks_judge(self) -> bool:
+        """Whether the environment asks the judge, with `await self.judge(messages, seed=...)`."""
+        return bool(getattr(self.environment, "has_judge", False))
+
     def demonstrate(
         self,
         task: Task,
@@ -97,9 +102,9 @@ class Domain:
         return found
 
 
-def load_domains(data: DataSettings) -> dict[str, Domain]:
+def load_domains(config: Config) -> dict[str, Domain]:
     """Return {name: domain} in the order of `data.domains`; raises UserError if a domain is bad."""
-    return {name: _load(name, data) for name in data.domains}
+    return {name: _load(name, config) for name in config.data.domains}
 
 
 def imported(where: str, target: str) -> tuple[Any, Any]:
@@ -117,17 +122,18 @@ def imported(where: str, target: str) -> tuple[Any, Any]:
         return module, getattr(module, attribute)
 
 
-def _load(name: str, data: DataSettings) -> Domain:
-    setting = data.factories[name]
+def _load(name: str, config: Config) -> Domain:
+    setting = config.factories[name]
+    needs_reward = not config.data.reward_funcs
     where = f"environments: {name}: got {setting.factory!r}"
     module, factory = imported(where, setting.factory)
     environment = _class_of(where, factory, setting.arguments)
     if issubclass(environment, Domain):  # the factory is a function that returns a Domain
         made: Any = environment
         domain = _renamed(made(), name)
-        _check_environment(where, domain.environment, needs_reward=not data.reward_funcs)
+        _check_environment(where, domain.environment, needs_reward=needs_reward)
         return _checked(where, replace(domain, words=partial(_words, where, domain.words)))
-    _check_environment(where, environment, needs_reward=not data.reward_funcs)
+    _check_environment(where, environment, needs_reward=needs_reward)
     max_tasks = getattr(module, "MAX_TASKS", None)
     if max_tasks is not None and (type(max_tasks) is not int or max_tasks < 1):
         raise UserError(f"{where}, whose MAX_TASKS is {shown(max_tasks)}; give a whole number")
@@ -270,16 +276,22 @@ def refused(what: str, remedy: str = "mend it") -> Iterator[None]:
         raise UserError(f"{what} ({describe(only_faults(error))}); {remedy}") from None
 
 
-def generated(data: DataSettings, domain: Domain, count: int, split: str) -> list[Task]:
-    """Return the tasks of `generate_tasks`; raises UserError if the result is no list of tasks."""
-    module = data.factories[domain.name].factory.partition(":")[0]
+def generated(
+    config: Config, domain: Domain, count: int, split: str, difficulty: str | None = None
+) -> list[Task]:
+    """Return the tasks of `generate_tasks`; raises UserError if the result is no list of tasks.
+
+    `difficulty` takes the place of the setting's.
+    """
+    data = config.data
+    module = config.factories[domain.name].factory.partition(":")[0]
     if domain.generate_tasks is None and hasattr(domain.environment, OWN_LOOP):
         hint = f"give --tasks '{{{domain.name}: FILE}}', or generate_tasks beside the loop"
         raise UserError(f"tasks of {domain.name}: none for its loop in {module}; {hint}")
     if domain.generate_tasks is None:
         return _self_sampled(domain.name, data.task_seed, count, split)
-    arguments = (data.task_seed, count, split, data.difficulty)
-    make = partial(domain.generate_tasks, data.task_seed, count, split, data.difficulty)
+    arguments = (data.task_seed, count, split, difficulty or data.difficulty)
+    make = partial(domain.generate_tasks, *arguments)
     where = f"tasks of {domain.name}"
     call = f"{where}: {module}.generate_tasks{arguments}"
     with refused(f"{call} fails"):

@@ -75,7 +75,7 @@ def model_card(
     config = without_places(checkpoint.config)
     model = checkpoint.config.model.model
     # Without results, a domain that is not of one message counts as one with tools.
-    may_have = (config.data.factories[n].factory != SINGLE_TURN for n in config.data.domains)
+    may_have = (config.factories[n].factory != SINGLE_TURN for n in config.data.domains)
     has_tools = any(run.results.get("tools", {"": any(may_have)}).values())
     kwargs = [f"{name}={value!r}, " for name, value in config.model.chat_template_kwargs.items()]
     base = hub_id_of(base_of_adapters or model)

@@ -14,7 +14,7 @@ import torch
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from pipeline.config.settings import DataSettings
+from pipeline.config.settings import Config
 from pipeline.environments.domains import Domain, load_domains
 
 CHAT_TEMPLATE = """
@@ -62,7 +62,7 @@ ERRORS = ("unknown tool ", "wrong arguments: ", " takes ", "malformed call: ", "
 
 def tiny_tokenizer(domains: Iterable[Domain] = ()) -> PreTrainedTokenizerFast:
     """Return a tokenizer with a token for each word of `domains` and of the default domains."""
-    always = load_domains(DataSettings())
+    always = load_domains(Config())
     every = {**always, **{domain.name: domain for domain in domains}}.values()
     texts = {*ROLES, *SYNTAX, *ERRORS, *(word for domain in every for word in domain.words())}
     chunks = sorted(texts, key=lambda chunk: (-len(chunk), chunk))

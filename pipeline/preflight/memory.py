@@ -188,9 +188,10 @@ class Memory:
     def longest(self, config: Config) -> int:
         """Return the most tokens of an episode; with one message, these are prompt and turn."""
         limits = config.rollout
-        data = config.data
-        is_one_turn = all(data.factories[name].factory == SINGLE_TURN for name in data.domains)
-        if not self.prompts or not is_one_turn or data.customer == "llm":
+        is_one_turn = all(
+            config.factories[name].factory == SINGLE_TURN for name in config.data.domains
+        )
+        if not self.prompts or not is_one_turn or config.customer.url is not None:
             return limits.max_tokens
         return min(limits.max_tokens, max(self.prompts.values()) + limits.max_tokens_per_turn)
 

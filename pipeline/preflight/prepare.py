@@ -83,7 +83,7 @@ def prepare(config: Config, with_tiny_tokenizer: bool = False) -> Prepared:
     if config.run.push_to_hub and config.grpo.use_grpo:
         check_upload(str(config.run.hub_model_id))
     limits = config.rollout
-    domains = load_domains(config.data)
+    domains = load_domains(config)
     resumed = resumable(config)
     tiny = load_tokenizer(ModelSettings(), domains.values()) if with_tiny_tokenizer else None
     tokenizer = _tokenizer(config, domains, resumed) if tiny is None else tiny
@@ -100,7 +100,7 @@ def prepare(config: Config, with_tiny_tokenizer: bool = False) -> Prepared:
         for name, domain in domains.items()
     }
     held_out = {name: of.held_out for name, of in sets.items()}
-    notes = check_scenarios(config.data, domains, held_out)
+    notes = check_scenarios(config, domains, held_out)
     train = {name: of.train for name, of in sets.items()}
     longest = {name: of.longest for name, of in sets.items()}
     notes += [note for of in sets.values() for note in of.notes]
@@ -220,8 +220,8 @@ def _graded(config: Config, domains: Mapping[str, Domain]) -> Graded:
                 f"difficulties: got {','.join(difficulties)}, but the tasks of {name} come from "
                 f"{shown(data.tasks[name])}, which has none; take one of the two out"
             )
-        settings = data.model_copy(update={"difficulty": difficulty})
-        tasks = generated(settings, domains[name], data.num_train_tasks, "train")
+        count = data.num_train_tasks
+        tasks = generated(config, domains[name], count, "train", difficulty)
         graded[name, str(difficulty)] = tasks
     return graded
 
@@ -236,10 +236,8 @@ def _mix_families(
         if shares := given.get(name, domain.family_shares):
             found = {n: tasks for (d, n), tasks in graded.items() if d == name}
             # A recipe's shares are of many generated tasks. Others may take their place.
-            data = config.data
-            has_others = name in data.tasks or data.tau2 is not None
-            has_others |= data.num_train_tasks < FEW
-            is_strict = name in given and (name in data.own_domains or not has_others)
+            are_many = config.data.num_train_tasks >= FEW and name in config.generated_domains
+            is_strict = name in given and (name in config.data.own_domains or are_many)
             made, said = mixtures(name, found or {"train": train[name]}, shares, is_strict)
             notes += said
             if made:
@@ -267,7 +265,7 @@ def made_of(
         found[f"training tasks of {name} ({difficulty})"] = _hash_of_tasks(tasks)
     for name, path in data.demonstrations.items():
         found[f"demonstrations of {name}"] = _hash_of_files(Path(path))
-    targets = [*(of.factory for of in data.factories.values()), *data.reward_funcs]
+    targets = [*(of.factory for of in config.factories.values()), *data.reward_funcs]
     for target in targets:
         found |= _hashes_of_modules(target.partition(":")[0])
     return found

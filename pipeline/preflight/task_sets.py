@@ -65,16 +65,16 @@ def task_sets(config: Config, domain: Domain, is_long: IsLong | None = None) -> 
     notes = list[str]()
     sources = list[Tasks]()
     if source is None or domain.generate_tasks is not None:
-        validation = generated(data, domain, config.evaluation.validation_tasks, "validation")
+        validation = generated(config, domain, config.evaluation.validation_tasks, "validation")
     if eval_source is None and source is not None and validation is None:
         eval_source = source if split != "test" or has_split(source, split) else None
     if eval_source is not None:
         held_out, notes = _held_out_of(config, domain, eval_source, is_long)
         sources.append(held_out)
     elif validation is not None:
-        held_out = generated(data, domain, num_held_out, data.eval_split)
+        held_out = generated(config, domain, num_held_out, data.eval_split)
     if source is None:
-        tasks: Sequence[Task] = generated(data, domain, data.num_train_tasks, "train")
+        tasks: Sequence[Task] = generated(config, domain, data.num_train_tasks, "train")
         trained = tasks, longest_of(tasks)
     else:
         is_drawn = validation is None

@@ -133,7 +133,7 @@ def _tried(config: Config, domain: Domain, count: int) -> Iterator[Demonstration
         )
     # If `max_tasks` is None, the check makes all tasks, to see whether the domain has enough.
     num_made = count if limit is None else min(count, NUM_TRIED_BY_EXPERT)
-    tasks = generated(config.data, domain, num_made, "train")
+    tasks = generated(config, domain, num_made, "train")
     tools = tool_schemas(domain.environment)
     for task in tasks[:: -(-len(tasks) // NUM_TRIED_BY_EXPERT)]:
         messages = try_expert(domain, task, timeout, threshold)
@@ -223,7 +223,7 @@ def check_reward_functions(
     functions = [] if rewards is None else list(rewards.functions)
     later = "is async, so its first call is in the run"
     notes = [f"reward function {f.name} {later}" for f in functions if f.is_async]
-    judge = _judge_of(config, functions)
+    judge = _judge_of(config, domains, functions)
     missing = dict[str, str]()  # name of a function -> what tasks lack
     unscored = list[str]()
     used = set[str]()
@@ -259,7 +259,7 @@ def check_reward_functions(
                     raise UserError(f"reward_funcs: {why} (task {shown(task.id)}); add it to them")
         for task in tasks[name][:NUM_REWARDED]:
             _try([f for f in applying if not f.is_async], domain, task, config)
-        is_single = config.data.factories[name].factory == SINGLE_TURN
+        is_single = config.factories[name].factory == SINGLE_TURN
         if is_single and not any(function.takes_all for function in applying):
             read = OF_EVERY_TASK.union(*(function.parameters for function in applying))
             notes += [f"{name}: no one reads the column {c}" for c in sorted(columns.keys() - read)]
@@ -273,15 +273,23 @@ def check_reward_functions(
     return notes
 
 
-def _judge_of(config: Config, functions: Sequence[RewardFunction]) -> list[str]:
+def _judge_of(
+    config: Config, domains: Mapping[str, Domain], functions: Sequence[RewardFunction]
+) -> list[str]:
     """Return the name under which functions get the judge, or nothing if no function asks it."""
-    url = config.data.judge_url
+    url = config.judge.url
     asking = [f for f in functions if f.asks_judge]
+    judged = [n for n, domain in domains.items() if domain.asks_judge]
+    if url is None and judged:
+        why = f"the environment of {judged[0]} asks a judge (has_judge)"
+        raise UserError(f"judge_url: {why}; give judge_url and judge_model")
     if url is None:
         return []
-    if not asking and config.data.tau2_reward != "official":
+    if not asking and not judged:
         hint = f"give a reward function the argument {JUDGE}, or take it out"
-        raise UserError(f"judge_url: got {url}, and no reward function asks a judge; {hint}")
+        raise UserError(
+            f"judge_url: got {url}, and no reward function or environment asks a judge; {hint}"
+        )
     if waiting := [f.name for f in asking if not f.is_async]:
         hint = f"write `async def`, and await what {JUDGE} returns"
         raise UserError(f"reward_funcs: {waiting[0]} asks the judge, and is not async; {hint}")

@@ -202,8 +202,8 @@ def train_tasks_in_words(run: RunData) -> str:
     """Say how many training tasks each domain had, and how difficult those of the embedded are."""
     data = run.config["data"]
     of_stages = run.config["curriculum"]["difficulties"]
-    own = {*data["tasks"], *data["environments"]}
-    difficulty = "" if data["tau2"] else f" ({', '.join(of_stages or [data['difficulty']])})"
+    own = {*data["tasks"], *data["environments"], *run.results.get("about", ())}
+    difficulty = f" ({', '.join(of_stages or [data['difficulty']])})"
     numbers: Mapping[str, int] = run.results.get("num_train_tasks", {})
     said = {name: f"{n}{difficulty * (name not in own)}" for name, n in numbers.items()}
     if len({*said.values()}) == 1:

@@ -223,19 +223,27 @@ def tau2_domain(
 ) -> Domain:
     """Return the domain `domain` of the checkout in `path`.
 
-    `customer` is ticket, scripted or llm; `played_by` and `judged_by` tell results which language
-    models.
+    `reward` is verifiable, or official: a judge decides what only a language model can.
+    `refuel_consent` gives telecom's tickets the consent to buy data. `customer` is ticket or
+    scripted; `played_by` and `judged_by` name the language models that play the customer and judge.
     Raises UserError for a faulty checkout, or if the reward `official` needs a judge.
     """
     if reward not in ("verifiable", "official"):
-        raise UserError(f"tau2_reward: got {shown(reward)}; give verifiable or official")
+        raise UserError(f"tau2: reward: got {shown(reward)}; give verifiable or official")
+    if customer not in ("ticket", "scripted"):
+        hint = "give ticket or scripted, or customer_url for a language model"
+        raise UserError(f"tau2: customer: got {shown(customer)}; {hint}")
+    if customer == "scripted" and (played_by or domain == "telecom"):
+        who = f"customer_url is {played_by}" if played_by else "telecom has none"
+        raise UserError(f"tau2: customer: got scripted, but {who}; take it out")
+    customer = "llm" if played_by else customer
     world = _world(Path(path).expanduser().resolve(), domain, customer != "ticket")
     source = TaskSource(domain, world, refuel_consent)
     judged = [i for ids in source.needing_a_judge for i in ids] if reward == "official" else []
     if judged and not judged_by:
         ids = ", ".join(judged)
         raise UserError(
-            f"tau2_reward: official needs a judge for {len(judged)} tasks of {domain} ({ids}); "
+            f"tau2: reward: official needs a judge for {len(judged)} tasks of {domain} ({ids}); "
             "give judge_url and judge_model, or verifiable"
         )
     known = {"world": world, "schemas": world.schemas}

@@ -52,7 +52,7 @@ TEMPLATE = """
 {%- endfor -%}
 {%- if add_generation_prompt -%}<|im_start|>assistant{{ '\n' }}{%- endif -%}
 """
-RUN = "--config tau2_three_smoke --domains airline --customer llm --max-steps 4 --save-steps 1 "
+RUN = "--config tau2_three_smoke --domains airline --max-steps 4 --save-steps 1 "
 RUN += "--tasks-per-step 4 --num-generations 4 --max-turns 4 --eval-tasks-per-domain 8 "
 RUN += "--eval-trials 1 --report-to none --deterministic --customer-model " + NAME
 LINES = ("does not answer", "answers again")

@@ -32,7 +32,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from pipeline.config.settings import DataSettings
+from pipeline.config.settings import Config
 from pipeline.data.tasks import Task
 from pipeline.environments.domains import Domain, load_domains
 from pipeline.environments.tools import answer_call, reward_of, run_here, tool_schemas
@@ -230,7 +230,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--cases", type=int, default=60, help="of each kind of change in telecom")
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args(argv)
-    domains = load_domains(DataSettings(tau2=str(options.tau2), domains=options.domains))
+    domains = load_domains(Config(data={"tau2": options.tau2, "domains": options.domains}))
     makers, cases = {}, []
     for name in options.domains:
         schemas, rng = tool_schemas(domains[name].environment), random.Random(options.seed)

@@ -26,7 +26,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from pipeline.config.settings import DataSettings
+from pipeline.config.settings import Config
 from pipeline.environments.domains import load_domains
 from pipeline.environments.tools import tool_schemas
 from scripts.bench.common import machine
@@ -73,8 +73,12 @@ def main(argv: Sequence[str]) -> int:
 def play(run: Path, customer: str, reward: str, options: argparse.Namespace) -> None:
     """Let the agent of this script play the held-out tasks of the domains."""
     names = list(DOMAINS) if reward == "verifiable" else ["retail"]
-    data = DataSettings(tau2=options.tau2, domains=names, customer=customer)
-    domains, scripts = load_domains(data), dict[int, list[Message]]()
+    arguments = {"reward": reward} | ({} if customer == "llm" else {"customer": customer})
+    data = {"tau2": options.tau2, "domains": names, "tau2_arguments": arguments}
+    models = {"url": "http://x", "model": "m"}
+    sections = {"customer": models} if customer == "llm" else {}
+    domains = load_domains(Config(data=data, judge=models, **sections))
+    scripts = dict[int, list[Message]]()
     for name, domain in domains.items():
         schemas = tool_schemas(domain.environment)
         maker = Maker(options.tau2, name, schemas, random.Random(SEED))
@@ -95,13 +99,14 @@ def play(run: Path, customer: str, reward: str, options: argparse.Namespace) -> 
         serving(lambda body: answer(*(m["content"] for m in body["messages"]))) as judge,
     ):
         words = f"{RUN} --eval-tasks-per-domain {options.tasks} --agent-url {server.url} "
-        words += f"--customer {customer} --num-gpus {options.num_gpus} "
+        words += f"--num-gpus {options.num_gpus} "
         if customer == "llm":
             words += f"--customer-url {of_customer.url} --customer-model script "
         if reward == "official":
-            words += f"--tau2-reward official --judge-url {judge.url} --judge-model hash "
+            words += f"--judge-url {judge.url} --judge-model hash "
             words += "--domains retail "
         flags = [*words.split(), "--tau2", str(options.tau2), "--output-dir", str(run)]
+        flags += ["--tau2-arguments", json.dumps(arguments)]
         subprocess.run([sys.executable, "pipeline/run.py", *flags], check=True)
         if reward == "official":
             print(f"the judge was asked {len(judge.bodies)} times")

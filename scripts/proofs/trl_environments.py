@@ -409,7 +409,7 @@ def flags_of(example: Example, folder: Path, module: str) -> list[str]:
 def drive(example: Example, flags: list[str]) -> int:
     """Play tasks with scripted calls; return the number of calls. Each play must earn `reward`."""
     config = parse(flags)
-    domains = load_domains(config.data)
+    domains = load_domains(config)
     num_calls = 0
     rewards = load_reward_functions(config)
     for domain in domains.values():

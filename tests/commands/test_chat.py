@@ -70,7 +70,7 @@ def test_a_language_model_is_the_customer_of_a_task_with_a_scenario(run, capsys,
     Path("sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     config = yaml.safe_load(Path("run/config.yaml").read_text())
     with serving(lambda body: "Twenty, please.") as server:
-        config["data"] |= {"customer": "llm", "customer_model": "m", "customer_url": server.url}
+        config["customer"] = {"model": "m", "url": server.url}
         Path("run/config.yaml").write_text(yaml.safe_dump(config))
         assert main([run, "--task", "19"]) == 0
         says(capsys.readouterr().out, "customer  m at temperature 0", "customer  Twenty, please.")

@@ -106,7 +106,7 @@ SIZES = [
 def test_more_than_is_generated(case):
     argv, words = case
     config = parse(argv)
-    domains = load_domains(config.data)
+    domains = load_domains(config)
 
     def generate() -> None:
         check_demonstrations(config, domains, chat())

@@ -3,33 +3,32 @@
 import pytest
 
 from pipeline.config.rules import check
-from pipeline.config.settings import Config, DataSettings
+from pipeline.config.settings import Config
 from pipeline.customers import check_scenarios
 from pipeline.environments.domains import load_domains
 from pipeline.errors import UserError
 
-LLM = {"customer": "llm", "customer_url": "http://host/v1", "customer_model": "m"}
+CUSTOMER = {"url": "http://host/v1", "model": "m"}
 SHOPS = {"tau2": "somewhere", "domains": ["airline", "retail"]}
 
 
 @pytest.mark.parametrize(
-    ("data", "line"),
+    ("section", "values", "line"),
     [
-        ({"customer_url": "http://x"}, "customer_url: got http://x, with customer ticket, which"),
-        ({"max_customer_calls": 9}, "max_customer_calls: got 9, with customer ticket"),
-        (LLM | {"customer_url": None}, "customer_url: the customer needs it"),
-        (LLM | {"customer_model": None}, "customer_model: the customer needs it"),
-        (LLM | {"customer_url": "host:8000"}, "customer_url: got 'host:8000'; give the base URL"),
-        (LLM | {"customer_key": "NO_SUCH_KEY"}, "customer_key: got NO_SUCH_KEY, which is not set"),
-        ({"customer": "scripted"}, "customer: got scripted for airline,retail,telecom; it is for"),
-        ({**SHOPS, "customer": "scripted", "tau2": None}, "customer: got scripted for airline,"),
-        ({"eval_split": "base"}, "eval_split: got base, which the domains of tau2 have alone"),
-        (SHOPS | {"eval_split": "base"}, "eval_split: got base, which has training tasks"),
+        ("customer", {"max_calls": 9}, "customer_max_calls: got 9, without customer_url, so no"),
+        ("customer", {"model": "m"}, "customer_model: got m, without customer_url"),
+        ("customer", CUSTOMER | {"model": None}, "customer_model: the customer needs it"),
+        ("customer", CUSTOMER | {"key": "NO_KEY"}, "customer_key: got NO_KEY, which is not set"),
+        ("judge", {"url": "http://x"}, "judge_model: the judge needs it"),
+        ("agent", {"model": "m"}, "agent_model: got m, without agent_url"),
+        ("agent", {"url": "http://x"}, "agent_model: the agent needs it; give the name"),
+        ("data", {"eval_split": "base"}, "eval_split: got base, which generated tasks do not have"),
+        ("data", SHOPS | {"eval_split": "base"}, "eval_split: got base, which has training tasks"),
     ],
 )
-def test_a_bad_combination_is_one_line(data, line):
+def test_a_bad_combination_is_one_line(section, values, line):
     with pytest.raises(UserError) as caught:
-        check(Config(data=data))
+        check(Config(**{section: values}))
     assert str(caught.value).startswith(line) and "\n" not in str(caught.value)
 
 
@@ -43,16 +42,9 @@ def test_a_bad_combination_is_one_line(data, line):
         *("http://h ost", "http://x\n", "http://a\u200b.b", "http://x/v1?a=b", "http://x#y"),
     ],
 )
-@pytest.mark.parametrize("role", ["customer", "judge", "agent"])
-def test_what_is_no_url_is_refused_at_the_start(role, url):
-    of = {f"{role}_url": url, f"{role}_model": "m"}
-    sections = {
-        "customer": {"data": {**LLM, **of}},
-        "judge": {"data": {**SHOPS, "tau2_reward": "official", **of}},
-        "agent": {"evaluation": of},
-    }
-    with pytest.raises(UserError, match=f"^{role}_url: got .*; give the base URL") as e:
-        check(Config(**sections[role]))
+def test_what_is_no_url_is_refused_at_the_start(url):
+    with pytest.raises(UserError, match=r"^judge_url: got .*; give the base URL") as e:
+        check(Config(judge={"url": url, "model": "m"}))
     assert "\n" not in str(e.value)
 
 
@@ -61,19 +53,17 @@ def test_what_is_no_url_is_refused_at_the_start(role, url):
     ["http://HOST:8000/v1", "HTTPS://a_b.de", "http://[::1]:80/v1", "http://ü.de", "http://h."],
 )
 def test_a_url_of_any_good_form_is_taken(url):
-    check(Config(data=LLM | {"customer_url": url}))
+    check(Config(customer=CUSTOMER | {"url": url}))
 
 
-@pytest.mark.parametrize("data", [LLM, {**SHOPS, "customer": "scripted"}, {}])
-def test_a_good_combination_is_not(data, monkeypatch):
-    check(Config(data=data))
+def test_a_key_of_another_name_is_taken_if_it_is_set(monkeypatch):
     monkeypatch.setenv("MY_KEY", "secret")
-    check(Config(data={**LLM, "customer_key": "MY_KEY"}))
+    check(Config(customer=CUSTOMER | {"key": "MY_KEY"}))
 
 
 def test_a_language_model_without_scenarios_is_refused():
-    data = DataSettings(domains=["airline"], **LLM)
-    domains = load_domains(data)
+    config = Config(data={"domains": ["airline"]}, customer=CUSTOMER)
+    domains = load_domains(config)
     tasks = {"airline": domains["airline"].generate_tasks(0, 2, "test", "medium")}
     with pytest.raises(UserError, match="no task of airline has a scenario; give τ²"):
-        check_scenarios(data, domains, tasks)
+        check_scenarios(config, domains, tasks)

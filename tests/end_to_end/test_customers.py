@@ -21,15 +21,15 @@ FEW = [
 def test_a_run_out_of_budget_is_resumed_and_pays_nothing_twice(tmp_path):
     asked = "I want to cancel my flight."
     with serving(lambda body: "###STOP###" if len(body["messages"]) > 2 else asked) as server:
-        llm = ["--customer", "llm", "--customer-url", server.url, "--customer-model", "m"]
+        llm = ["--customer-url", server.url, "--customer-model", "m"]
         argv = ["--tau2", str(write(tmp_path / "checkout")), *llm, *FEW]
-        argv = ["--config", "tau2_three_smoke", *argv, "--max-customer-calls", "6"]
+        argv = ["--config", "tau2_three_smoke", *argv, "--customer-max-calls", "6"]
         spent = warm.play(*argv, cwd=tmp_path, code=2)
-        line = "error: max_customer_calls: got 6, which is spent; go on with "
+        line = "error: customer_max_calls: got 6, which is spent; go on with "
         assert line in spent.stderr and "Traceback" not in spent.stderr
         assert sum(server.paid.values()) <= 6
         resume = ["--output-dir", "out", "--resume-from-checkpoint", "auto"]
-        warm.play(*resume, "--max-customer-calls", "null", cwd=tmp_path)
+        warm.play(*resume, "--customer-max-calls", "null", cwd=tmp_path)
     assert set(server.paid.values()) == {1}
     assert {body["temperature"] for body in server.bodies} == {0.0}
     (about,) = json.loads((tmp_path / "out" / "results.json").read_text())["about"].values()

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
-from pipeline.config.settings import DataSettings
+from pipeline.config.settings import Config
 from pipeline.environments.domains import load_domains
 from pipeline.environments.tools import tool_schemas
 from pipeline.models.tiny import CHAT_TEMPLATE, tiny_model, tiny_tokenizer
@@ -109,6 +109,6 @@ def test_a_model_of_others_serves_airline(name, tmp_path):
     assert ("block of tools" in said) == is_block
     if is_block:
         serving = AutoTokenizer.from_pretrained(folder)
-        tools = tool_schemas(load_domains(DataSettings())["airline"].environment)
+        tools = tool_schemas(load_domains(Config())["airline"].environment)
         served = serving.apply_chat_template(ASKED, tools=tools, tokenize=False)
         assert "\nget_reservation(reservation)" in served

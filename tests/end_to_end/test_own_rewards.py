@@ -126,13 +126,13 @@ def test_the_documented_judge_is_asked_for_each_completion_alone(tmp_path: Path)
     with serving(lambda body: f"{len(body['messages'][0]['content']) % 11}") as server:
         server.faults = [(429, "0.01"), None, (503, "0.02"), "drop", None, 429] * 3
         argv += ["--judge-url", server.url, "--judge-model", "m", "--num-gpus", "2"]
-        spent = [*argv, "--max-judge-calls", "10"]
+        spent = [*argv, "--judge-max-calls", "10"]
         assert play_ranks(run, 2, str(tmp_path), spent) == [2, 2]
         assert sum(server.paid.values()) == 10
-        more = ["--resume-from-checkpoint", "auto", "--max-judge-calls", "null", "--override"]
+        more = ["--resume-from-checkpoint", "auto", "--judge-max-calls", "null"]
         assert play_ranks(run, 2, str(tmp_path), [*argv, *more]) == [0, 0]
     said = "".join((tmp_path / f"rank-{rank}.txt").read_text() for rank in range(2))
-    assert said.count("error: max_judge_calls: got 10, which is spent; go on with") == 1
+    assert said.count("error: judge_max_calls: got 10, which is spent; go on with") == 1
     assert "Traceback" not in said
     asked = {body["messages"][0]["content"] for body in server.bodies}
     played = episodes(tmp_path / "out")

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 from accelerate import Accelerator
 
-from pipeline.config.settings import Config
+from pipeline.config.settings import CustomerSettings
 from pipeline.distributed.ranks import Ranks
 from pipeline.endpoints import language_model
 from pipeline.endpoints.language_model import AnswerCache, LanguageModel, key_of, said_on_one_rank
@@ -19,7 +19,6 @@ from pipeline.errors import UserError
 from scripts.proofs.ranks import play_ranks
 from tests.support.endpoint import serving
 
-LLM = {"customer": "llm", "customer_model": "m"}
 YES = {"role": "assistant", "content": "Yes."}
 
 
@@ -64,7 +63,7 @@ def test_a_line_that_is_no_answer_is_refused_by_its_number(tmp_path, line):
 
 
 def customers_of(url, folder, **settings):
-    return LanguageModel("customer", Config(data=LLM | {"customer_url": url, **settings}), folder)
+    return LanguageModel("customer", CustomerSettings(url=url, model="m", **settings), 120, folder)
 
 
 async def talk(customers, number, until=None):
@@ -102,7 +101,7 @@ def test_killed_five_times_nothing_is_paid_twice_and_the_result_is_the_same(tmp_
     assert sum(server.paid.values()) - 24 <= 5 * 3
 
 
-@pytest.mark.parametrize(("name", "most"), [("max_customer_calls", 8), ("max_customer_tokens", 80)])
+@pytest.mark.parametrize(("name", "most"), [("max_calls", 8), ("max_tokens", 80)])
 def test_a_spent_budget_ends_the_calls_and_more_goes_on(tmp_path, name, most):
     with serving() as server:
         spending = customers_of(server.url, tmp_path, **{name: most})
@@ -110,9 +109,10 @@ def test_a_spent_budget_ends_the_calls_and_more_goes_on(tmp_path, name, most):
         async def one_after_the_other(customers):
             return [await talk(customers, number) for number in range(4)]
 
-        with pytest.raises(Outage, match=rf"{name}: got {most}, which is spent; go on with"):
+        line = f"customer_{name}: got {most}, which is spent; go on with"
+        with pytest.raises(Outage, match=line):
             asyncio.run(one_after_the_other(spending))
-        assert spending.ended.startswith(f"{name}: got {most}, which is spent")
+        assert spending.ended.startswith(f"customer_{name}: got {most}, which is spent")
         assert sum(server.paid.values()) == 8
         asyncio.run(one_after_the_other(customers_of(server.url, tmp_path, **{name: 10 * most})))
     assert set(server.paid.values()) == {1} and len(server.paid) == 24
@@ -120,13 +120,12 @@ def test_a_spent_budget_ends_the_calls_and_more_goes_on(tmp_path, name, most):
 
 def test_ranks_share_what_is_left(tmp_path):
     AnswerCache(tmp_path / "customers", "rank-0").put("a", YES, 10)
-    settings = Config(data=LLM | {"customer_url": "http://x", "max_customer_calls": 12})
+    settings = CustomerSettings(url="http://x", model="m", max_calls=12)
     found = list[int]()
     for rank in range(3):
         ranks = SimpleNamespace(rank=rank, num_ranks=3)
-        found.append(
-            LanguageModel("customer", settings, tmp_path, ranks)._most["max_customer_calls"]
-        )
+        model = LanguageModel("customer", settings, 120, tmp_path, ranks)
+        found.append(model._most_calls)
     assert found == [1 + 4, 1 + 4, 1 + 3]
 
 

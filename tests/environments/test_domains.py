@@ -194,7 +194,7 @@ def test_a_domain_without_tasks_of_a_difficulty_says_so(own):
 
 def test_settings_replace_the_shares_of_the_module(own):
     config = own(BANK + SPOKEN)
-    (domain,) = load_domains(config.data).values()
+    (domain,) = load_domains(config).values()
     assert (domain.family_shares, domain.about()) == ({"": 1}, {})
     parts = prepare(config)
     assert [stage.family_shares for stage in parts.stages] == [{"bank": {"": 1.0}}]
@@ -244,7 +244,7 @@ def test_a_function_may_return_a_whole_domain(own):
 def test_demonstrations_have_the_shares_of_families_and_repeat_no_flaws(own):
     """Of 16 demonstrations, 12 come from the two small tasks, each with other random decisions."""
     config = with_a_whole_domain(own, warm_start={"rule_share": 0.5})
-    (bank,) = load_domains(config.data).values()
+    (bank,) = load_domains(config).values()
     made = list(demonstrations_of(config, bank, 16))
     accounts = [one.messages[3]["content"] for one in made]
     assert {account: accounts.count(account) for account in sorted(set(accounts))} == {
@@ -286,6 +286,7 @@ def test_one_place_asks_whether_a_domain_is_embedded():
         *[(settings, "")] * (1 + len(EMBEDDED_DOMAINS)),  # the table itself
         (settings, "own_domains"),
         (settings, "factories"),
+        (settings, "generated_domains"),
     ]
 
 
@@ -323,7 +324,7 @@ def test_domains_are_imported_without_torch():
 
 
 def test_what_a_module_offers_belongs_to_its_domain(own):
-    domains = load_domains(own(domains=("bank", "airline")).data)
+    domains = load_domains(own(domains=("bank", "airline")))
     assert list(domains) == ["bank", "airline"]
     module = sys.modules["own_bank"]
     bank, airline = domains.values()
@@ -338,7 +339,7 @@ def test_what_a_module_offers_belongs_to_its_domain(own):
 def test_an_embedded_domain_is_one_that_is_named_by_its_import_string():
     """Under a name of its own, with the same parts."""
     target = EMBEDDED_DOMAINS["retail"]
-    own = load_domains(DataSettings(domains=["shop"], environments={"shop": target}))["shop"]
+    own = load_domains(Config(data={"domains": ["shop"], "environments": {"shop": target}}))["shop"]
     retail = embedded("retail")["retail"]
     assert (own.environment, own.expert) == (retail.environment, retail.expert)
     assert set(own.words()) == set(retail.words())
@@ -346,7 +347,7 @@ def test_an_embedded_domain_is_one_that_is_named_by_its_import_string():
 
 def test_a_module_need_not_offer_anything(own):
     code = BANK[: BANK.index("def expert")].replace("WORDS =", "_words =")
-    bank = load_domains(own(code, "silent_bank").data)["bank"]
+    bank = load_domains(own(code, "silent_bank"))["bank"]
     assert bank == Domain(name="bank", environment=bank.environment, words=bank.words)
     assert list(bank.words()) == []
     vocabulary = tiny_tokenizer([bank]).get_vocab()
@@ -360,7 +361,7 @@ def test_slots_with_all_that_an_episode_sets_are_fine(own):
 
 def test_words_may_be_a_function(own):
     code = BANK.replace("WORDS = (", "WORDS = lambda: (")
-    (bank,) = load_domains(own(code, "lazy_bank").data).values()
+    (bank,) = load_domains(own(code, "lazy_bank")).values()
     assert "Which account?" in bank.words()
 
 
@@ -368,7 +369,7 @@ def test_words_may_be_a_function(own):
 
 
 def test_a_domain_of_ones_own_has_task_files_and_datasets(own, tmp_path):
-    tasks = generated(own().data, load_domains(own().data)["bank"], 4, "train")
+    tasks = generated(own(), load_domains(own())["bank"], 4, "train")
     save_tasks(tasks, path := tmp_path / "bank.jsonl")
     rows = [{**task.row(), "family": task.family, "branch": task.branch} for task in tasks]
     Dataset.from_list(rows).save_to_disk(tmp_path / "folder")
@@ -380,8 +381,8 @@ def test_a_domain_of_ones_own_has_task_files_and_datasets(own, tmp_path):
 
 def test_the_demonstrations_are_what_a_rollout_would_hold(own):
     """With what `reset` adds to the request, and a tool's words that are no JSON."""
-    (bank,) = load_domains(own().data).values()
-    task = generated(own().data, bank, 2, "train")[1]
+    (bank,) = load_domains(own()).values()
+    task = generated(own(), bank, 2, "train")[1]
     messages, reward = run_expert(bank.environment(), bank.expert, task)
     assert reward == 1.0
     said = [(message["role"], message["content"]) for message in messages]
@@ -433,7 +434,7 @@ def warm_started(config) -> tuple[float, float, list[str]]:
 
 
 def test_a_warm_start_learns_from_an_own_expert_beside_a_file_of_own_tasks(own, tmp_path):
-    tasks = generated(own().data, load_domains(own().data)["bank"], 9, "train")[5:]
+    tasks = generated(own(), load_domains(own())["bank"], 9, "train")[5:]
     save_tasks(tasks, path := tmp_path / "bank.jsonl")
     config = own(tasks={"bank": str(path)}, run={"output_dir": str(tmp_path / "out")})
     (found,) = play_ranks(warm_started, 1, config)
@@ -750,9 +751,9 @@ def test_modules_are_found_in_the_current_folder(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "path", [path for path in sys.path if not path.startswith(others)])
     (tmp_path / "bank_of_here.py").write_text(BANK)
     data = {"domains": ["bank"], "environments": {"bank": "bank_of_here:BankEnvironment"}}
-    assert load_domains(Config.model_validate({"data": data}).data)["bank"].expert is not None
+    assert load_domains(Config(data=data))["bank"].expert is not None
     data["environments"] = {"bank": "bank_of_nowhere:BankEnvironment"}
-    said = refusal(load_domains, Config.model_validate({"data": data}).data)
+    said = refusal(load_domains, Config(data=data))
     assert "(No module named 'bank_of_nowhere' in " in said and f"{tmp_path} or the ins" in said
 
 

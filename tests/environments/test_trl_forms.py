@@ -63,7 +63,7 @@ def config_of(environments, rollout=LIMITS, **data):
 
 
 def domain_of(name, **data):
-    return load_domains(config_of({"own": f"{FORMS}:{name}"}, **data).data)["own"]
+    return load_domains(config_of({"own": f"{FORMS}:{name}"}, **data))["own"]
 
 
 def refusal(function, *arguments):
@@ -86,7 +86,7 @@ def episodes(config, tasks, script, group=2):
     """Play `script` in each episode of a group of each task."""
     requests = [RolloutRequest(task=t, trial=n, key=0) for t in tasks for n in range(group)]
     keyed = [RolloutRequest(task=r.task, trial=r.trial, key=k) for k, r in enumerate(requests)]
-    classes = {name: domain.environment for name, domain in load_domains(config.data).items()}
+    classes = {name: domain.environment for name, domain in load_domains(config).items()}
     sampler = ScriptedSampler({request.key: script for request in keyed})
     rewards = load_reward_functions(config)
     return rollout_of(sampler, chat(), classes, config.rollout, rewards=rewards)(keyed)
@@ -98,7 +98,7 @@ def replies(trajectory):
 
 def test_a_group_of_a_self_sampling_environment_has_one_task_and_one_course():
     config = config_of({"own": f"{FORMS}:Safe"})
-    tasks = task_sets(config, load_domains(config.data)["own"]).train
+    tasks = task_sets(config, load_domains(config)["own"]).train
     script = [call("turn", number=0, way="right"), call("turn", number=0), say("no")]
     played = episodes(config, tasks, script)
     of_task = defaultdict(set)
@@ -115,7 +115,7 @@ def test_a_group_of_a_self_sampling_environment_has_one_task_and_one_course():
 
 def test_a_tool_that_raises_is_shown_to_the_model_and_done_ends_the_episode():
     config = config_of({"own": f"{FORMS}:Safe"})
-    task = task_sets(config, load_domains(config.data)["own"]).train[0]
+    task = task_sets(config, load_domains(config)["own"]).train[0]
     with RandomState(task):
         number = random.randint(1, 50)
     wrong = call("turn", number=0, way="up")
@@ -246,7 +246,7 @@ def test_a_factory_makes_environments_of_its_class():
     for factory in ("Strict", "make_strict"):
         environments = {"own": {"factory": f"{FORMS}:{factory}", "arguments": {"limit": 7}}}
         config = config_of(environments, reward_funcs=HITS)
-        made = load_domains(config.data)["own"].environment()
+        made = load_domains(config)["own"].environment()
         assert type(made) is trl_forms.Strict
         assert made.limit == 7
     assert "TypeError" in refusal(domain_of, "make_strict")

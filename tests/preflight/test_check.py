@@ -281,16 +281,17 @@ def test_a_run_for_this_machines_processors_counts_no_gpu(monkeypatch):
 def test_an_episode_of_one_message_is_no_longer_than_prompt_and_turn():
     data = {"domains": ["sums"], "tasks": {"sums": "sums.jsonl"}, "reward_funcs": ["own:right"]}
 
-    def trained(data, max_tokens):
+    def trained(data, max_tokens, **sections):
         limits = {"max_tokens": max_tokens, "max_tokens_per_turn": 40}
-        settings = config(data=data, rollout=limits, grpo={"max_tokens_per_microbatch": 10**9})
+        grpo = {"max_tokens_per_microbatch": 10**9}
+        settings = config(data=data, rollout=limits, grpo=grpo, **sections)
         of = Memory(settings, None, {"sums": 60}).terms()
         return of["activations of a micro-batch"]
 
     assert trained(data, 100) == trained(data, 5000) < trained(data, 90) * 2
     assert trained(data, 90) < trained(data, 100)
-    talks = {"customer": "llm", "customer_url": "http://localhost", "customer_model": "m"}
-    assert trained({**data, **talks}, 5000) > 10 * trained(data, 5000)
+    customer = {"url": "http://localhost", "model": "m"}
+    assert trained(data, 5000, customer=customer) > 10 * trained(data, 5000)
     own = {"domains": ["sums"], "environments": {"sums": "own:Sums"}}
     assert trained(own, 5000) > 10 * trained(data, 5000)
 

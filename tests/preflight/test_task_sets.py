@@ -53,7 +53,7 @@ def lines(path, found):
     return str(path)
 
 
-def prepared(source, function="correct", evaluation=None, **data):
+def prepared(source, function="correct", evaluation=None, judge=None, **data):
     """The task sets of the domain `sums`, and the notes before the run."""
     config = Config.model_validate(
         {
@@ -65,9 +65,10 @@ def prepared(source, function="correct", evaluation=None, **data):
                 **data,
             },
             "evaluation": evaluation or {},
+            "judge": judge or {},
         }
     )
-    domains = load_domains(config.data)
+    domains = load_domains(config)
     sets = task_sets(config, domains["sums"])
     tasks = {"sums": sets.train}, {"sums": sets.held_out}
     return sets, [*sets.notes, *check_reward_functions(config, domains, *tasks)]
@@ -179,7 +180,7 @@ def generate_tasks(seed, n, split, difficulty):
             }
         }
     )
-    notes = task_sets(config, load_domains(config.data)["own"]).notes
+    notes = task_sets(config, load_domains(config)["own"]).notes
     told = f"own: {seen} of 6 held-out tasks are training tasks too; make the splits from other"
     assert any(note.startswith(told) for note in notes) == (seen > 0)
 
@@ -283,14 +284,14 @@ def test_held_out_tasks_without_a_column_that_a_function_needs_are_refused(place
     says(message, "of sums have no answer (task ", "); add it to them")
 
 
-JUDGE = {"judge_url": "http://x", "judge_model": "m"}
+JUDGE = {"judge": {"url": "http://x", "model": "m"}}
 
 
 @pytest.mark.parametrize(
     ("function", "changed", "data", "words"),
     [
         ("judged", {}, {}, ("judged applies to no domain: its tasks have no judge", "judge_url")),
-        ("correct", {}, JUDGE, ("judge_url: got http://x, and no reward function asks a judge",)),
+        ("correct", {}, JUDGE, ("judge_url: got http://x, and no reward function or environment",)),
         ("blocking", {}, JUDGE, ("blocking asks the judge, and is not async", "`async def`")),
         ("judged", {"judge": "Jo"}, JUDGE, ("sums: its tasks have a column judge", "rename the")),
     ],
@@ -338,7 +339,7 @@ def test_demonstrations_that_answer_held_out_prompts_are_told(place):
     data = {"domains": ["sums"], "tasks": {"sums": lines(place / "sums.jsonl", rows(40))}}
     data |= {"reward_funcs": ["own_rewards:correct"], "eval_tasks_per_domain": 6, **files}
     config = Config.model_validate({"data": data})
-    domains = load_domains(config.data)
+    domains = load_domains(config)
     held_out = {"sums": task_sets(config, domains["sums"]).held_out}
     (line,), _ = check_demonstrations(config, domains, chat(), held_out)
     says(line, "demonstrations of sums: 6 of 6 held-out prompts are answered in the file")
@@ -452,7 +453,7 @@ def test_rows_that_are_alike_are_tasks_by_their_ids_where_an_environment_makes_t
     alike = lines(place / "game.jsonl", [{"prompt": "Play."}] * 30)
     data = {"domains": ["game"], "environments": {"game": "game:Game"}, "tasks": {"game": alike}}
     config = Config.model_validate({"data": {**data, "eval_tasks_per_domain": 6}})
-    sets = task_sets(config, load_domains(config.data)["game"])
+    sets = task_sets(config, load_domains(config)["game"])
     parts = [{task.id for task in part} for part in (sets.train, sets.validation, sets.held_out)]
     assert len(set().union(*parts)) == sum(map(len, parts)) == 30
     assert len(parts[2]) == 6

@@ -9,7 +9,7 @@ from contextlib import suppress
 
 import pytest
 
-from pipeline.config.settings import DataSettings, RolloutSettings
+from pipeline.config.settings import Config, RolloutSettings
 from pipeline.environments import load_domains
 from pipeline.environments.calls import settled
 from pipeline.environments.discovery import environment_of
@@ -417,7 +417,7 @@ def test_a_coroutine_function_is_a_domain(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     factory = {"factory": "plans:play", "arguments": {"style": "long"}}
     data = {"domains": ["desk"], "environments": {"desk": factory}, "tasks": {"desk": "x.jsonl"}}
-    domain = load_domains(DataSettings(**data))["desk"]
+    domain = load_domains(Config(data=data))["desk"]
     policy = SamplerPolicy(Sampler([[say("long")]]), chat(), LIMITS)
     rollout = Rollout(policy, chat(), {"desk": domain.environment}, LIMITS)
     (episode,) = rollout([RolloutRequest(task=make_task(), trial=0, key=0)])
@@ -439,15 +439,15 @@ def test_a_loop_of_another_form_is_refused_with_the_right_one(
     name = f"loop_{abs(hash(definition))}"
     (tmp_path / f"{name}.py").write_text(definition + "\n")
     monkeypatch.syspath_prepend(tmp_path)
-    data = DataSettings(domains=["desk"], environments={"desk": f"{name}:play"})
+    config = Config(data={"domains": ["desk"], "environments": {"desk": f"{name}:play"}})
     with pytest.raises(UserError) as caught:
-        load_domains(data)
+        load_domains(config)
     says(str(caught.value), "async def play(policy, task)", *words)
 
 
 def test_a_loop_without_tasks_is_refused(tmp_path, monkeypatch):
     (tmp_path / "idle.py").write_text("async def play(policy, task): return 1.0\n")
     monkeypatch.syspath_prepend(tmp_path)
-    data = DataSettings(domains=["desk"], environments={"desk": "idle:play"})
+    config = Config(data={"domains": ["desk"], "environments": {"desk": "idle:play"}})
     with pytest.raises(UserError, match=r"^tasks of desk: none for its loop in idle; give --tasks"):
-        generated(data, load_domains(data)["desk"], 3, "train")
+        generated(config, load_domains(config)["desk"], 3, "train")

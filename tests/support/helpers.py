@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from pipeline.chat.template import Chat
-from pipeline.config.settings import EMBEDDED_DOMAINS, DataSettings
+from pipeline.config.settings import EMBEDDED_DOMAINS, Config
 from pipeline.data.tasks import Message, Task
 from pipeline.environments import Domain, load_domains
 from pipeline.models.sampling_copy import Weights
@@ -49,7 +49,7 @@ def chat() -> Chat:
 def embedded(*names: str) -> dict[str, Domain]:
     """Embedded domains and the example by name; all of them if none is named."""
     own = {name: DOMAINS[name] for name in names or DOMAINS if name not in EMBEDDED_DOMAINS}
-    return load_domains(DataSettings(domains=list(names or DOMAINS), environments=own))
+    return load_domains(Config(data={"domains": list(names or DOMAINS), "environments": own}))
 
 
 def environments_of(domains: Mapping[str, Domain]) -> dict[str, type[Any]]:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.config.settings import DataSettings
+from pipeline.config.settings import Config
 from pipeline.environments.domains import load_domains
 from pipeline.environments.tools import tool_schemas
 from scripts.proofs.tau2_cases import DOMAINS, Maker
@@ -23,8 +23,8 @@ def checkout_path(tmp_path_factory):
 
 @pytest.fixture(scope="session", params=DOMAINS)
 def domain(request, checkout_path):
-    settings = DataSettings(tau2=str(checkout_path), domains=[request.param])
-    return load_domains(settings)[request.param]
+    config = Config(data={"tau2": str(checkout_path), "domains": [request.param]})
+    return load_domains(config)[request.param]
 
 
 @pytest.fixture

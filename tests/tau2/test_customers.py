@@ -31,10 +31,10 @@ BROKEN = "[service_issue]airplane_mode_on|overdue_bill_suspension[PERSONA:None]"
 
 
 def config_of(domains=("telecom",), customer="llm", url="http://x", **data):
-    data = {"domains": list(domains), "customer": customer, **data}
+    data = {"domains": list(domains), **data}
     if customer == "llm":
-        data |= {"customer_url": url, "customer_model": "m", "customer_temperature": 0.5}
-    return Config(data=data)
+        return Config(data=data, customer={"url": url, "model": "m", "temperature": 0.5})
+    return Config(data=data | {"tau2_arguments": {"customer": customer}})
 
 
 def task_of(domain, task_id):
@@ -45,8 +45,8 @@ def task_of(domain, task_id):
 
 def play(config, domain, task, script, folder):
     opening_messages = {}
-    if config.data.customer == "llm":
-        model = LanguageModel("customer", config, folder)
+    if config.customer.url is not None:
+        model = LanguageModel("customer", config.customer, 120, folder)
         opening_messages = Customers(model, [domain.name]).opening_messages
     environments = {domain.name: domain.environment}
     sampler = ScriptedSampler({9: script})
@@ -81,7 +81,7 @@ def test_the_phone_is_the_customers_and_the_line_is_the_agents(checkout_path, tm
     script = [call("toggle_airplane_mode"), *PHONE_SCRIPT]  # first, no tool of the agent
     with serving(phone_owner) as server:
         config = config_of(url=server.url, tau2=str(checkout_path))
-        domain = load_domains(config.data)["telecom"]
+        domain = load_domains(config)["telecom"]
         trajectory = play(config, domain, task_of(domain, BROKEN), script, tmp_path)
         again = play(config, domain, task_of(domain, BROKEN), script, tmp_path)
     assert trajectory.error == ""
@@ -117,7 +117,7 @@ def test_the_phone_is_the_customers_and_the_line_is_the_agents(checkout_path, tm
 def test_an_episode_whose_customer_fails_is_left_out(checkout_path, tmp_path):
     with serving(lambda body: calling("set_apn", apn="x")) as server:
         config = config_of(url=server.url, tau2=str(checkout_path))
-        domain = load_domains(config.data)["telecom"]
+        domain = load_domains(config)["telecom"]
         trajectory = play(config, domain, task_of(domain, BROKEN), [], tmp_path)
     assert (trajectory.stop_reason, trajectory.left_out) == (StopReason.ENVIRONMENT_ERROR, "outage")
     assert "customer: 30 messages with calls of tools" in trajectory.error
@@ -126,7 +126,7 @@ def test_an_episode_whose_customer_fails_is_left_out(checkout_path, tmp_path):
 def test_an_episode_without_the_customers_stop_earns_nothing(checkout_path, tmp_path):
     with serving(lambda body: "And then?") as server:
         config = config_of(["airline"], url=server.url, tau2=str(checkout_path))
-        domain = load_domains(config.data)["airline"]
+        domain = load_domains(config)["airline"]
         task = domain.generate_tasks(0, 1, "test", "medium")[0]
         trajectory = play(config, domain, task, [say("Well.")] * 12, tmp_path)
     assert (trajectory.stop_reason, trajectory.reward) == (StopReason.MAX_TURNS, 0.0)
@@ -134,7 +134,7 @@ def test_an_episode_without_the_customers_stop_earns_nothing(checkout_path, tmp_
 
 
 def test_before_a_run_no_call_is_made_and_the_first_words_are_the_scenarios(checkout_path):
-    domain = load_domains(config_of(["retail"], tau2=str(checkout_path)).data)["retail"]
+    domain = load_domains(config_of(["retail"], tau2=str(checkout_path)))["retail"]
     task = domain.generate_tasks(0, 1, "test", "medium")[0]
     environment = domain.environment()
     assert task.prompt[1]["role"] == "assistant" and task.prompt[2]["content"] == ""
@@ -145,7 +145,7 @@ def test_before_a_run_no_call_is_made_and_the_first_words_are_the_scenarios(chec
 
 def test_a_scripted_customer_plays_whole_episodes(checkout_path, tmp_path):
     config = config_of(["airline"], "scripted", tau2=str(checkout_path))
-    domain = load_domains(config.data)["airline"]
+    domain = load_domains(config)["airline"]
     task = domain.generate_tasks(0, 1, "test", "medium")[0]
     script = [say("Who are you?")] * 8 + [say("That is all.")] * 4
     first, second = (play(config, domain, task, script, tmp_path) for _ in range(2))
@@ -165,7 +165,7 @@ def test_a_domain_of_ones_own_has_scenarios_in_its_tasks(tmp_path):
             {"desk": Desk},
             LIMITS,
             opening_messages=Customers(
-                LanguageModel("customer", config, tmp_path), ["desk"]
+                LanguageModel("customer", config.customer, 120, tmp_path), ["desk"]
             ).opening_messages,
         )
         tasks: list[Task] = [with_scenario, make_task("t2")]

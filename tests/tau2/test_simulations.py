@@ -28,7 +28,7 @@ OF_USER = {"requestor": "user"}
 
 def exported(config, name, task_id, script, folder):
     """Play one episode; return its official form, by way of a transcript."""
-    domain = load_domains(config.data)[name]
+    domain = load_domains(config)[name]
     trajectory = play(config, domain, task_of(domain, task_id), script, folder)
     path = save_transcripts(folder / "trajectories", 0, 0, [trajectory])
     with gzip.open(path, "rt", encoding="utf-8") as file:

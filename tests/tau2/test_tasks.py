@@ -2,7 +2,7 @@
 
 import pytest
 
-from pipeline.config.settings import Config, DataSettings
+from pipeline.config.settings import Config
 from pipeline.environments.domains import generated, load_domains
 from pipeline.errors import UserError
 from pipeline.preflight.prepare import prepare
@@ -46,9 +46,9 @@ def test_difficulty_counts_faults(domain):
 
 
 def test_only_telecom_has_difficulties(checkout_path):
-    data = DataSettings(tau2=checkout_path, domains=["airline"], difficulty="hard")
+    config = Config(data={"tau2": checkout_path, "domains": ["airline"], "difficulty": "hard"})
     with pytest.raises(UserError, match="difficulty: got hard, but only telecom has levels"):
-        generated(data, load_domains(data)["airline"], 4, "train")
+        generated(config, load_domains(config)["airline"], 4, "train")
 
 
 def test_what_doing_nothing_solves_is_rare_in_training_and_all_there_in_evaluation(domain):
