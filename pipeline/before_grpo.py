@@ -20,12 +20,12 @@ from pipeline.rft import (
     kept_of,
     metrics_of,
     round_in_words,
-    settings_of_round,
+    schedule_of_round,
     summary_of,
 )
 from pipeline.rollout.trajectory import Trajectory
 from pipeline.run_state import Run, evaluate_held_out
-from pipeline.sft import fine_tune, sft_examples
+from pipeline.sft import fine_tune, sft_examples, warm_start_schedule
 from pipeline.tracking.progress import StageProgress, episodes_of
 
 
@@ -92,7 +92,10 @@ def give_warm_start(run: Run) -> None:
     ranks = run.ranks
     with _supervised(run, "warm start", config.warm_start.steps) as on_step:
         examples = sft_examples(config, parts.chat, parts.domains, ranks.alive)
-        loss = fine_tune(config, run.accelerator, ranks, run.learner.model, examples, on_step)
+        schedule = warm_start_schedule(config)
+        loss = fine_tune(
+            config, run.accelerator, ranks, run.learner.model, examples, schedule, on_step
+        )
     keys = {"kind": "warm_start", "stage": "warm_start", "step": 0}
     run.log.timings({**keys, "perf/warm_start_s": time.perf_counter() - begun})
     run.log.metrics({**keys, "warm_start/loss": loss})
@@ -135,11 +138,11 @@ def _rft_round(run: Run, number: int) -> None:
     entry = summary_of(number, records, kept, threshold)
     if kept:
         examples = examples_of(kept, config.warm_start.batch_size, config.run.seed, name)
-        config = settings_of_round(config, len(examples))
-        entry["steps"] = config.warm_start.steps
+        schedule = schedule_of_round(config, len(examples))
+        entry["steps"] = schedule.num_steps
         with _supervised(run, f"rft round {number}", entry["steps"]) as on_step:
             entry["loss"] = fine_tune(
-                config, run.accelerator, ranks, run.learner.model, examples, on_step
+                config, run.accelerator, ranks, run.learner.model, examples, schedule, on_step
             )
     run.say(round_in_words(entry))
     run.state.rft.append(entry)

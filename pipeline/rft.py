@@ -14,7 +14,7 @@ from pipeline.config.settings import Config
 from pipeline.evaluation.evaluate import grouped
 from pipeline.evaluation.transfer import succeeded
 from pipeline.rollout.trajectory import RunRecord, Trajectory
-from pipeline.sft import IGNORED, SFTExample, epochs
+from pipeline.sft import IGNORED, Schedule, SFTExample, epochs
 
 MOST_PER_TASK = 4  # maximum number of kept episodes of a task, so that easy tasks do not prevail
 NUM_EPOCHS = 2  # number of passes over the kept episodes of a round
@@ -66,16 +66,17 @@ def examples_of(kept: Sequence[Kept], batch_size: int, *key: int | str) -> list[
     return [ordered[i].example for i in order]
 
 
-def settings_of_round(config: Config, num_examples: int) -> Config:
-    """Return the settings with those of a round in place of the warm start's."""
-    warm_start = config.warm_start
-    steps = num_examples // warm_start.batch_size
-    changed = {
-        "steps": steps,
-        "learning_rate": config.rft.rft_learning_rate,
-        "warmup_steps": min(warm_start.warmup_steps, steps // 10),
-    }
-    return config.model_copy(update={"warm_start": warm_start.model_copy(update=changed)})
+def schedule_of_round(config: Config, num_examples: int) -> Schedule:
+    """Return the schedule of a round: batches and warm-up are the warm start's."""
+    rate = config.rft.rft_learning_rate
+    assert rate is not None, "the settings were not fitted to the model"
+    num_steps = num_examples // config.warm_start.batch_size
+    return Schedule(
+        num_steps=num_steps,
+        batch_size=config.warm_start.batch_size,
+        learning_rate=rate,
+        num_warmup_steps=min(config.warm_start.warmup_steps, num_steps // 10),
+    )
 
 
 def summary_of(

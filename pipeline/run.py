@@ -129,8 +129,6 @@ def _run(argv: list[str], entry: Path | None, hooks: dict[str, Any]) -> int:
         taken = ["--model", config.model.model] if notes else []  # the same on every rank
         return launch.start_ranks(world, [*argv, *taken], entry, config.run.timeout)
     launch.use_device(world)
-    run = config.run.model_copy(update={"num_gpus": world.num_ranks})
-    config = config.model_copy(update={"run": run})
     if config.run.doctor:
         with importing():
             from pipeline.doctor.main import main as doctor

@@ -212,12 +212,10 @@ def open_run(
     and this rank's episodes. Raises UserError for mistakes of the user.
     """
     # All ranks agree on the folder and on what the run is made of, before anything is written.
-    config = share_folder(config, ranks)
-    assert config.run.output_dir is not None, "share_folder names the run folder"
-    folder = config.run.output_dir
+    folder = share_folder(config, ranks)
     parts = check_and_prepare(config)
     made_of = dict(parts.made_of)
-    opened, resumed = open_together(config, ranks, parts.tokenizer, parts.about, made_of)
+    opened, resumed = open_together(config, folder, ranks, parts.tokenizer, parts.about, made_of)
     watchdog.can_resume = resumed is not None
     watchdog.not_for_children += [opened.lock] if opened else []
 
@@ -270,7 +268,7 @@ def open_run(
     # The files of the run; only rank 0 has opened the folder.
     if opened is not None:
         evaluated = {evaluation["after"] for evaluation in state.evaluations}
-        run_folder.begin(opened, config, state.step, evaluated)
+        run_folder.begin(opened, config, ranks.num_ranks, state.step, evaluated)
     log = RunLog(folder, config, is_main=ranks.is_main, state=saved_state if resumed else None)
     keys = {"kind": "machine", "stage": state.stage, "step": state.step}
     log.timings({**keys, **machine(ranks.num_ranks)})

@@ -16,12 +16,12 @@ from dataclasses import fields
 from itertools import count, groupby, islice
 from operator import itemgetter
 from statistics import fmean
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from pipeline.chat.template import Chat
-from pipeline.config.settings import Config, WarmStartSettings
+from pipeline.config.settings import Config
 from pipeline.data.rng import permutation
 from pipeline.data.tasks import Message
 from pipeline.distributed.ranks import Ranks
@@ -42,36 +42,56 @@ MIN_LR_RATE = 0.1  # share of the peak learning rate at the end
 OPTIMIZER = {"adam_beta1": 0.9, "adam_beta2": 0.98, "weight_decay": 0.01, "max_grad_norm": 1.0}
 
 
+class Schedule(NamedTuple):
+    """How long and how fast a supervised stage trains."""
+
+    num_steps: int
+    batch_size: int  # examples of a step, over all ranks
+    learning_rate: float  # peak
+    num_warmup_steps: int
+
+
+def warm_start_schedule(config: Config) -> Schedule:
+    settings = config.warm_start
+    assert settings.learning_rate is not None, "the settings were not fitted to the model"
+    return Schedule(
+        num_steps=settings.steps,
+        batch_size=settings.batch_size,
+        learning_rate=settings.learning_rate,
+        num_warmup_steps=settings.warmup_steps,
+    )
+
+
 def fine_tune(
     config: Config,
     accelerator: Any,
     ranks: Ranks,
     model: Any,
     examples: Sequence[SFTExample],
+    schedule: Schedule,
     on_step: Callable[[float], None] = lambda _: None,
 ) -> float:
-    """Train `model` in place on examples in their order, with the settings of the warm start.
+    """Train `model` in place on examples in their order.
 
     Every rank must call this function with the same `examples`: those of all steps,
-    `warm_start.batch_size` for each step. `on_step` is called with the loss of each optimizer step,
+    `schedule.batch_size` for each step. `on_step` is called with the loss of each optimizer step,
     a mean over tokens. Returns the mean loss of the last eighth of the steps. Raises Interrupted on
     all ranks, within a micro-batch, if a signal has come; the model is then useless.
     """
-    settings = config.warm_start
     losses = list[float]()
     changed = {**OPTIMIZER, "loss_type": "dapo", "beta": 0.0, "entropy_coef": 0.0}
     changed["vllm_importance_sampling_correction"] = False
-    config = config.model_copy(update={"grpo": config.grpo.model_copy(update=changed)})
+    config = config.changed("grpo", **changed)
     if config.grpo.gradient_checkpointing:
         recompute_layers(model)
     module = TokenLogprobs(model, temperature=1.0, trains_entropy=False).eval()  # without dropout
     options: dict[str, Any] = {"decays_vectors": False, "leaves_out": lambda: ranks.stop_wanted}
     updater = Updater(accelerator, module, ranks, config, 0, loss=supervised_loss, **options)
-    for step in range(settings.steps):
-        batch = examples[step * settings.batch_size : (step + 1) * settings.batch_size]
+    for step in range(schedule.num_steps):
+        batch = examples[step * schedule.batch_size : (step + 1) * schedule.batch_size]
         group = config.rollout.num_generations if config.run.deterministic else 0
         mine = [trajectory_of(example) for example in share_of(batch, ranks, group)]
-        rate = learning_rate_at(step, settings)
+        rate = learning_rate_at(step, schedule)
         statistics = updater.update_policy(mine, [0.0] * len(mine), rate)
         ranks.agree("step of supervised training")
         losses.append(statistics.get("train/loss", 0.0))
@@ -80,7 +100,7 @@ def fine_tune(
     model.zero_grad()  # frees the gradients
     accelerator.free_memory()
     give_memory_back()
-    return fmean(losses[-max(1, settings.steps // 8) :])
+    return fmean(losses[-max(1, schedule.num_steps // 8) :])
 
 
 def supervised_loss(
@@ -92,17 +112,16 @@ def supervised_loss(
     return loss, TokenStats(**zeros | {"loss": loss.detach()})
 
 
-def learning_rate_at(done: int, settings: WarmStartSettings) -> float:
+def learning_rate_at(done: int, schedule: Schedule) -> float:
     """Return the learning rate after `done` steps: `cosine_with_min_lr` of transformers.
 
     As in transformers, the first step of the warm-up has the rate 0.
     """
-    peak = settings.learning_rate
-    warmup = settings.warmup_steps
-    assert peak is not None, "the settings were not fitted to the model"
+    peak = schedule.learning_rate
+    warmup = schedule.num_warmup_steps
     if done < warmup:
         return peak * done / warmup
-    share = (done - warmup) / max(1, settings.steps - warmup)
+    share = (done - warmup) / max(1, schedule.num_steps - warmup)
     return peak * (MIN_LR_RATE + (1 - MIN_LR_RATE) * (1 + math.cos(math.pi * share)) / 2)
 
 

@@ -439,7 +439,8 @@ def _connected(config: Config) -> tuple[Accelerator, Ranks]:
             f"accelerate launch: its configuration asks for {accelerator.distributed_type.value}; "
             f"use --config_file {CONFIGS}/multi_gpu.yaml"
         )
-    assert config.run.num_gpus in (None, accelerator.num_processes), "ranks do not know each other"
+    launched = int(os.environ.get("WORLD_SIZE", "1"))
+    assert accelerator.num_processes == launched, "ranks do not know each other"
     if config.run.deterministic:
         be_deterministic(config.rollout.sampler, accelerator.device)
     ranks = Ranks(accelerator.process_index, accelerator.num_processes, config.run.timeout)

@@ -62,33 +62,34 @@ def refuse_differences(ranks: Ranks, facts: Mapping[str, Any], remedy: str) -> N
                 raise UserError(f"{name}: {why}; {remedy}")
 
 
-def share_folder(config: Config, ranks: Ranks) -> Config:
-    """Return the settings with rank 0's run folder as `output_dir`.
+def share_folder(config: Config, ranks: Ranks) -> Path:
+    """Return rank 0's run folder, as this rank sees it.
 
     Raises UserError if a rank has other settings than rank 0, or does not see the run folder.
     """
     folder = Path()
     if ranks.is_main:
         folder = run_folder.folder_of(config)
-        run_folder.check_folder(config.changed("run", output_dir=folder))
-    values = config.changed("run", output_dir=None).model_dump()
-    settings = {f"{section}.{name}": values[section][name] for section, name in SETTINGS}
+        run_folder.check_folder(config, folder)
+    values = config.model_dump(exclude={"run": {"output_dir"}})
+    settings = {f"{section}.{name}": values[section].get(name) for section, name in SETTINGS}
     refuse_differences(ranks, settings, "start all ranks with the same command")
     relative, absolute = ranks.all_gather_objects((folder, folder.absolute()), "run folder")[0]
     sees = sees_folder_of_rank_0(absolute, ranks)[1]
     seen = {"output_dir": str(absolute) if sees else "no such folder"}
     refuse_differences(ranks, seen, "name a folder that all nodes share")
-    return config.changed("run", output_dir=relative if ranks.is_main else absolute)
+    return relative if ranks.is_main else absolute
 
 
 def open_together(
     config: Config,
+    folder: Path,
     ranks: Ranks,
     tokenizer: Any,
     about: Mapping[str, Any],
     made_of: Mapping[str, str],
 ) -> tuple[Opened | None, Path | None]:
-    """Open the run folder on rank 0, and return the checkpoint to resume.
+    """Open the run folder `folder` on rank 0, and return the checkpoint to resume.
 
     On ranks above 0, the result has None for Opened. Raises UserError if the ranks have different
     versions or code, a `tokenizer` with different tokens, different facts `about` the domains, or
@@ -103,10 +104,10 @@ def open_together(
         "give all the same files; generate_tasks may depend on its arguments alone (not on a set's "
         "order), and so may experts",
     )
-    opened = open_folder(config) if ranks.is_main else None
+    opened = open_folder(config, folder) if ranks.is_main else None
     own = "" if opened is None or opened.checkpoint is None else opened.checkpoint.name
     name = ranks.all_gather_objects(own, "run folder")[0]
-    checkpoint = run_folder.folder_of(config) / "checkpoints" / name
+    checkpoint = folder / "checkpoints" / name
     return opened, checkpoint if name else None
 
 

@@ -99,9 +99,9 @@ def take_model_of_run(config: Config) -> tuple[Config, list[str]]:
     return config.changed("model", model=str(path)), notes
 
 
-def check_folder(config: Config) -> None:
+def check_folder(config: Config, folder: Path | None = None) -> None:
     """Raise UserError if the folder is unusable, in use, holds a run or lacks the checkpoint."""
-    folder = folder_of(config)
+    folder = folder or folder_of(config)
     name = config.run.resume_from_checkpoint
     parent = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
     if not (os.path.isdir(parent) and os.access(parent, os.W_OK)):
@@ -183,13 +183,13 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
     return state
 
 
-def open_folder(config: Config) -> Opened:
+def open_folder(config: Config, folder: Path | None = None) -> Opened:
     """Make and lock the run folder, and find the checkpoint to resume.
 
     Raises UserError, or OSError for a full disk.
     """
-    check_folder(config)
-    folder = folder_of(config)
+    folder = folder or folder_of(config)
+    check_folder(config, folder)
     name = config.run.resume_from_checkpoint
     lock = _lock(folder)
     checkpoint, notes = find_checkpoint(folder, name) if name else (None, [])
@@ -218,12 +218,13 @@ def _lock(folder: Path) -> IO[str]:
     return lock
 
 
-def begin(opened: Opened, config: Config, step: int, evaluated: set[str]) -> None:
-    """Write the settings; hide or remove all files that are newer than the resumed checkpoint."""
+def begin(opened: Opened, config: Config, num_ranks: int, step: int, evaluated: set[str]) -> None:
+    """Write the run's settings; hide or remove all that is newer than the resumed checkpoint."""
     folder = opened.folder
     put_aside(folder / "checkpoints", opened.checkpoint)
     drop_newer(folder, step, evaluated)
-    kept = config.changed("run", output_dir=folder, resume_from_checkpoint=None, override=False)
+    start = {"num_gpus": num_ranks, "output_dir": folder}
+    kept = config.changed("run", resume_from_checkpoint=None, override=False, **start)
     write_text(folder / RUN_SETTINGS, dump(kept))
 
 

@@ -147,7 +147,7 @@ def main(
 ) -> int:
     """Run the checks together with the other ranks; returns 1 if anything is broken, else 0."""
     timeout_s = min(timeout_s, config.run.timeout)
-    run = config.run.model_copy(update={"timeout": timeout_s})
+    config = config.changed("run", timeout=timeout_s)
     rank = int(os.environ.get("RANK", "0"))
     begun = time.perf_counter()
     reports = rank == 0
@@ -157,7 +157,7 @@ def main(
         print(f"doctor: recipe {config.recipe}; each check may take {timeout_s:g} s")
         print(f"{'check':<12}{'status':<8}finding", flush=True)
     try:
-        for finding in _findings(config.model_copy(update={"run": run}), connect, checks):
+        for finding in _findings(config, connect, checks):
             findings.append(finding)
             if reports:
                 _print_row(names[len(findings) - 1], finding)

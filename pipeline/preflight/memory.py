@@ -47,7 +47,7 @@ class Memory:
         self.dtype = dtype_of(config.model)
         self.num_weights = self.model.num_parameters()
         self.num_trained = num_trained(config, self.model)
-        self.num_ranks = config.run.num_gpus or 1
+        self.num_ranks = config.run.num_gpus or int(os.environ.get("WORLD_SIZE", "1"))
         self.is_here = "RANK" in os.environ or self._could_run_here()
         self.has_gpu = on_gpu() or (not self.is_here and uses_bf16(config.model))
 

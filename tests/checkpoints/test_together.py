@@ -48,8 +48,8 @@ def _opened_where(differing: str, rank: int, patched: pytest.MonkeyPatch) -> str
     if differing == "setting" and rank:
         config = parse([*output, "--learning-rate", "1"])
     try:
-        config = resume.share_folder(config, ranks)
-        resume.open_together(config, ranks, tokenizer, about, made_of)
+        folder = resume.share_folder(config, ranks)
+        resume.open_together(config, folder, ranks, tokenizer, about, made_of)
         weights = torch.full((2, 2), float(rank if differing == "model" else 0))
         model = torch.nn.ParameterDict({"weight": weights})
         resume.refuse_other_weights(model, ranks)

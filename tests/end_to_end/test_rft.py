@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from pipeline.config.settings import Config
-from pipeline.rft import examples_of, kept_of, round_in_words, settings_of_round, summary_of
+from pipeline.rft import examples_of, kept_of, round_in_words, schedule_of_round, summary_of
 from pipeline.rollout.trajectory import StopReason, Trajectory
-from pipeline.sft import IGNORED
+from pipeline.sft import IGNORED, Schedule
 from pipeline.tracking.run_files import transcripts_in
 from tests.end_to_end.test_train import jsonl
 from tests.support import SMALL_RUN
@@ -67,8 +67,8 @@ def test_a_round_has_whole_batches_of_about_two_passes_in_an_order_without_ranks
     given = Config.model_validate(
         {"warm_start": {"batch_size": 4}, "rft": {"rft_learning_rate": 2e-4}}
     )
-    settings = settings_of_round(given, len(examples)).warm_start
-    assert (settings.steps, settings.learning_rate, settings.warmup_steps) == (3, 2e-4, 0)
+    schedule = schedule_of_round(given, len(examples))
+    assert schedule == Schedule(3, batch_size=4, learning_rate=2e-4, num_warmup_steps=0)
 
 
 def test_a_round_without_a_success_says_so_in_one_line():

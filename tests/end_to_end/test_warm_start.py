@@ -34,7 +34,16 @@ from pipeline.models.tiny import tiny_model
 from pipeline.preflight.prepare import prepare
 from pipeline.preflight.trials import check_demonstrations, check_limits
 from pipeline.rollout.rollout import RolloutRequest
-from pipeline.sft import IGNORED, encode, fine_tune, learning_rate_at, sft_examples, share_of
+from pipeline.sft import (
+    IGNORED,
+    Schedule,
+    encode,
+    fine_tune,
+    learning_rate_at,
+    sft_examples,
+    share_of,
+    warm_start_schedule,
+)
 from scripts.proofs.ranks import play_ranks
 from tests.support.helpers import (
     Desk,
@@ -316,12 +325,12 @@ def test_neighbours_of_a_step_come_to_the_same_rank(group, shares):
 
 
 def test_the_learning_rate_is_that_of_transformers():
-    settings = config(steps=9, warmup_steps=3, learning_rate=2e-3).warm_start
+    ours = Schedule(9, batch_size=1, learning_rate=2e-3, num_warmup_steps=3)
     optimizer = torch.optim.SGD([torch.zeros(1)], lr=2e-3)
     options = {"scheduler_specific_kwargs": {"min_lr_rate": 0.1}}
     schedule = get_scheduler("cosine_with_min_lr", optimizer, 3, 9, **options)
     for step in range(9):
-        assert learning_rate_at(step, settings) == pytest.approx(schedule.get_last_lr()[0])
+        assert learning_rate_at(step, ours) == pytest.approx(schedule.get_last_lr()[0])
         optimizer.step()
         schedule.step()
 
@@ -350,7 +359,9 @@ def train_in_parts(budget, use_peft):
     grpo = settings.grpo.model_copy(update={"max_tokens_per_microbatch": budget})
     settings = settings.model_copy(update={"grpo": grpo})
     examples = sft_examples(settings, chat(), embedded("airline"))
-    fine_tune(settings, accelerator, Ranks(0, 1, 60), model, examples)
+    fine_tune(
+        settings, accelerator, Ranks(0, 1, 60), model, examples, warm_start_schedule(settings)
+    )
     return {name: p.detach().numpy() for name, p in model.named_parameters()}, max(chunks)
 
 
@@ -385,7 +396,8 @@ def train_on_this_rank(deterministic, shards):
     grpo = settings.grpo.model_copy(update={"shard_optimizer": shards})
     settings = settings.model_copy(update={"run": run, "grpo": grpo})
     examples = sft_examples(settings, chat(), embedded(*DEFAULT_DOMAINS))
-    loss = fine_tune(settings, accelerator, ranks, model, examples, steps.append)
+    schedule = warm_start_schedule(settings)
+    loss = fine_tune(settings, accelerator, ranks, model, examples, schedule, steps.append)
     ranks.check_same_parameters(model.named_parameters(), "after the warm start")
     flat = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
     assert all(parameter.grad is None for parameter in model.parameters())
@@ -440,8 +452,9 @@ def stopped(at: str):
     ranks.alive = watched
     examples = sft_examples(settings, chat(), embedded("airline"))
     steps = []
+    schedule = warm_start_schedule(settings)
     with pytest.raises(Interrupted):
-        fine_tune(settings, accelerator, ranks, model, examples, steps.append)
+        fine_tune(settings, accelerator, ranks, model, examples, schedule, steps.append)
     return len(seen), len(steps)
 
 

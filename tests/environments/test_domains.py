@@ -22,7 +22,7 @@ from pipeline.errors import UserError
 from pipeline.evaluation.baselines import baselines
 from pipeline.models.tiny import tiny_model, tiny_tokenizer
 from pipeline.preflight.prepare import prepare
-from pipeline.sft import IGNORED, encode, fine_tune, sft_examples
+from pipeline.sft import IGNORED, encode, fine_tune, sft_examples, warm_start_schedule
 from scripts.proofs.ranks import play_ranks
 from tests.support import ROOT
 from tests.support.helpers import embedded, save_tasks, tokenizer
@@ -429,7 +429,9 @@ def warm_started(config) -> tuple[float, float, list[str]]:
             tiny_model(parts.tokenizer, 0),
         )
         examples = sft_examples(settings, parts.chat, parts.domains)
-        losses.append(fine_tune(settings, accelerator, Ranks(0, 1, 60), model, examples))
+        schedule = warm_start_schedule(settings)
+        ranks = Ranks(0, 1, 60)
+        losses.append(fine_tune(settings, accelerator, ranks, model, examples, schedule))
     return losses[0], losses[1], [task.id for task in parts.train["bank"]]
 
 

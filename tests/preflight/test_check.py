@@ -399,14 +399,15 @@ def test_an_opened_folder_holds_the_resolved_settings(tmp_path):
     opened = open_folder(settings)
     assert (opened.folder, opened.checkpoint) == (tmp_path / "a" / "b", None)
     assert [path.name for path in opened.folder.iterdir()] == [".lock"]
-    begin(opened, settings, 0, set())
-    assert load_recipe(opened.folder / "config.yaml") == settings
+    begin(opened, settings, 2, 0, set())
+    written = load_recipe(opened.folder / "config.yaml")
+    assert written == settings.changed("run", num_gpus=2)
 
 
 def test_a_folder_that_holds_a_run_is_refused_unless_it_is_resumed(tmp_path):
     settings = config(run={"output_dir": str(tmp_path)})
     resumed = {"output_dir": str(tmp_path), "resume_from_checkpoint": "latest", "seed": 9}
-    begin(open_folder(settings), settings, 0, set())
+    begin(open_folder(settings), settings, 1, 0, set())
     check_folder(settings)  # a start that failed, or a run without a checkpoint: begin anew
     assert "holds no checkpoint" in refusal(check_folder, config(run=resumed))
     (tmp_path / "checkpoints" / "step-000001").mkdir(parents=True)
@@ -418,7 +419,7 @@ def test_a_folder_that_holds_a_run_is_refused_unless_it_is_resumed(tmp_path):
         )
     shutil.rmtree(tmp_path / "checkpoints")
     evaluates = config(run={"output_dir": str(tmp_path)}, grpo={"use_grpo": False})
-    begin(open_folder(settings), evaluates, 0, set())
+    begin(open_folder(settings), evaluates, 1, 0, set())
     check_folder(settings)
     (tmp_path / "results.json").write_text("{}")
     assert f"{tmp_path} holds a run" in refusal(check_folder, settings)
