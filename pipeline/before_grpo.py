@@ -43,11 +43,11 @@ def before_training(run: Run) -> None:
         run.learner.attach(run.checkpointer, run.checkpointer.resumed)
     if config.warm_start.steps:
         if state.stage == "start":
-            give_warm_start(run)
+            warm_start(run)
         if not state.evaluated("warm_start"):
             evaluate_held_out(run, "warm_start")
     if config.rft.rft_rounds and state.step == 0:
-        give_rft(run)
+        rft(run)
     if config.evaluation.start_report_tasks and config.grpo.max_steps and state.step == 0:
         play_for_report(run)
 
@@ -84,7 +84,7 @@ def play_agent(run: Run, name: str) -> None:
         run.say(f"agent {name}: success sampled  {success_in_words(entry['success'])}")
 
 
-def give_warm_start(run: Run) -> None:
+def warm_start(run: Run) -> None:
     """Train on demonstrations, and save the first checkpoint."""
     begun = time.perf_counter()
     config = run.config
@@ -100,10 +100,10 @@ def give_warm_start(run: Run) -> None:
     run.log.timings({**keys, "perf/warm_start_s": time.perf_counter() - begun})
     run.log.metrics({**keys, "warm_start/loss": loss})
     run.state.stage = "warm_start"
-    _save_and_give(run, "warm-start")
+    _save_and_sync(run, "warm-start")
 
 
-def give_rft(run: Run) -> None:
+def rft(run: Run) -> None:
     """Do the rounds of RFT that are missing, with a checkpoint after each, and evaluate.
 
     A checkpoint before the first round keeps what came before, so that a killed run repeats at
@@ -114,7 +114,7 @@ def give_rft(run: Run) -> None:
         if not run.checkpointer.is_current:
             run.save("rft")
         _rft_round(run, number)
-        _save_and_give(run, "rft")
+        _save_and_sync(run, "rft")
     if not run.state.evaluated("rft"):
         evaluate_held_out(run, "rft")
 
@@ -159,9 +159,9 @@ def _supervised(run: Run, name: str, num_steps: int) -> Iterator[Callable[[float
         yield lambda loss: progress.step({"loss": loss})
 
 
-def _save_and_give(run: Run, name: str) -> None:
+def _save_and_sync(run: Run, name: str) -> None:
     run.save(name)
-    run.learner.give_weights()
+    run.learner.sync_weights()
 
 
 def training_tasks(run: Run, count: int, part: int, *key: int | str) -> list[Task]:

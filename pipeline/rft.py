@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from pipeline.config.settings import Config
 from pipeline.evaluation.evaluate import grouped
 from pipeline.evaluation.transfer import succeeded
-from pipeline.rollout.trajectory import RunRecord, Trajectory
+from pipeline.rollout.trajectory import EpisodeRecord, Trajectory
 from pipeline.sft import IGNORED, Schedule, SFTExample, epochs
 
 MOST_PER_TASK = 4  # maximum number of kept episodes of a task, so that easy tasks do not prevail
@@ -80,7 +80,7 @@ def schedule_of_round(config: Config, num_examples: int) -> Schedule:
 
 
 def summary_of(
-    number: int, records: Sequence[RunRecord], kept: Sequence[Kept], threshold: float
+    number: int, records: Sequence[EpisodeRecord], kept: Sequence[Kept], threshold: float
 ) -> dict[str, Any]:
     """Return an entry of `rft` in `results.json`: counts of the round, also by domain."""
     counts = Counter(one.domain for one in kept)

@@ -131,8 +131,8 @@ def _run(argv: list[str], entry: Path | None, hooks: dict[str, Any]) -> int:
     launch.use_device(world)
     if config.run.doctor:
         with importing():
+            from pipeline.connect import connect
             from pipeline.doctor.main import main as doctor
-            from pipeline.train import connect
 
         return doctor(config, connect)
     with importing():

@@ -30,7 +30,7 @@ from pipeline.distributed.watchdog import Watchdog
 from pipeline.endpoints.language_model import LanguageModel
 from pipeline.environments.tools import tool_schemas
 from pipeline.errors import UserError
-from pipeline.evaluation.advice import DeadDomains, Decisions, StartReport
+from pipeline.evaluation.advice import ActionCollapse, DeadDomains, StartReport
 from pipeline.evaluation.baselines import baselines as play_baselines
 from pipeline.evaluation.evaluate import (
     ErrorRates,
@@ -52,7 +52,7 @@ from pipeline.preflight.check import check_and_prepare
 from pipeline.preflight.prepare import Prepared
 from pipeline.rollout.rewards import load_reward_functions
 from pipeline.rollout.sampler import Sampler, make_sampler
-from pipeline.rollout.trajectory import RunRecord, Trajectory
+from pipeline.rollout.trajectory import EpisodeRecord, Trajectory
 from pipeline.tracking.log import RunLog
 from pipeline.tracking.progress import episodes_of, say_start
 from pipeline.tracking.step_metrics import logged_by_reward_functions, machine
@@ -90,12 +90,14 @@ class Run:
     error_rates: ErrorRates
     dead_domains: DeadDomains
     start_report: StartReport
-    decisions: Decisions
+    action_collapse: ActionCollapse
 
     # What a resumed run counts anew, or reads from its files.
     sources: Mapping[str, Source] = field(default_factory=dict)  # tasks of the stage, by domain
-    records: list[RunRecord] = field(default_factory=list)  # episodes of the stage, of this rank
-    rewards: dict[str, float] = field(default_factory=dict)  # latest mean rewards, by domain
+    records: list[EpisodeRecord] = field(
+        default_factory=list
+    )  # episodes of the stage, of this rank
+    latest_rewards: dict[str, float] = field(default_factory=dict)  # latest mean rewards, by domain
     num_unscored_steps: int = 0  # in a row
     warned_of_gap: bool = False
     warned_of_names: set[str] = field(default_factory=set)  # of `log_metric`
@@ -233,8 +235,8 @@ def open_run(
     error_rates = ErrorRates()
     dead_domains = DeadDomains()
     start_report = StartReport()
-    decisions = Decisions()
-    owners: list[Any] = [error_rates, dead_domains, start_report, decisions]
+    action_collapse = ActionCollapse()
+    owners: list[Any] = [error_rates, dead_domains, start_report, action_collapse]
     for owner in (state, *owners):
         owner.load_state_dict(saved_state)
     stages = one_after_another(parts.stages, state.ended_early)
@@ -298,7 +300,7 @@ def open_run(
         error_rates=error_rates,
         dead_domains=dead_domains,
         start_report=start_report,
-        decisions=decisions,
+        action_collapse=action_collapse,
         on_batch=on_batch,
     )
     run.drain_logged("")  # tells reward functions the number of steps

@@ -6,30 +6,20 @@ functions that it calls follow in the order of its calls. `run_state.py` has the
 
 import gc
 import json
-import os
 import time
-import warnings
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, closing
-from datetime import timedelta
-
-import torch
-from accelerate import Accelerator, DistributedDataParallelKwargs, InitProcessGroupKwargs
-from accelerate.utils import GradientAccumulationPlugin
-from transformers.utils import logging as transformers_logging
 
 from pipeline.before_grpo import before_training, report_start
 from pipeline.checkpoints.checkpoint import full_disk
 from pipeline.checkpoints.run_folder import folder_of
 from pipeline.checkpoints.transcripts import read_records
-from pipeline.config import environment_variables
 from pipeline.config.settings import Config
+from pipeline.connect import connect
 from pipeline.data.curriculum import Stage, learning_rate_at
 from pipeline.data.tasks import Task
-from pipeline.distributed.connecting import rendezvous, rendezvous_again
-from pipeline.distributed.launch import CONFIGS
-from pipeline.distributed.ranks import Interrupted, Ranks
-from pipeline.distributed.watchdog import GRACE_S, Watchdog
+from pipeline.distributed.ranks import Interrupted
+from pipeline.distributed.watchdog import Watchdog
 from pipeline.errors import INTERRUPTED, RunError, UserError
 from pipeline.evaluation.advice import fallen_domains, lost_domains
 from pipeline.evaluation.evaluate import (
@@ -47,7 +37,6 @@ from pipeline.files.console import command, may_fail
 from pipeline.grpo.collect import RolloutBatch, collect_rollouts, give_advantages
 from pipeline.grpo.updater import Updater
 from pipeline.models.fitting import fitted
-from pipeline.models.loading import on_gpu, uses_bf16
 from pipeline.report.write import final_table, write_report
 from pipeline.run_state import Run, evaluate_held_out, open_run
 from pipeline.tracking import step_metrics
@@ -59,8 +48,6 @@ from pipeline.tracking.step_metrics import Meter, over_iterations, rollout_metri
 # tokens reach 0.5, and 10 times those in fp32 (docs/results/real_models.md).
 GAP_BF16 = 0.1
 GAP_FP32 = 1e-4
-BATCH_INVARIANT = (8, 0)  # the least compute capability with which vLLM is batch-invariant
-
 UNSCORED_STEPS = 3  # steps in a row without any reward that end a run
 
 
@@ -138,7 +125,7 @@ def begin_stage(run: Run, stage: Stage) -> int:
     if not is_inside:
         run.error_rates.load_state_dict({})
         run.dead_domains.load_state_dict({})
-        run.decisions.load_state_dict({})
+        run.action_collapse.load_state_dict({})
         stages = run.stages[: stage.index + 1]
         evaluations = run.state.evaluations
         for line in lost_domains(evaluations, stages, run.config.evaluation):
@@ -204,7 +191,7 @@ def update(run: Run, stage: Stage, batch: RolloutBatch) -> dict[str, float]:
             )
             for iteration in range(1, settings.num_iterations + 1)
         ]
-        run.learner.give_weights()
+        run.learner.sync_weights()
     statistics = over_iterations(found)
     gap = statistics.get("train/sampling_logp_difference_mean", 0.0)
     default = GAP_BF16 if run.accelerator.mixed_precision == "bf16" else GAP_FP32
@@ -235,7 +222,7 @@ def record(
     run.log.metrics(own if rewards is None else run.with_logged("train/", own))
     run.log.timings({**keys, **meter.timings(batch.trajectories)})
     run.dead_domains.add(stage, metrics)
-    run.decisions.add(
+    run.action_collapse.add(
         stage,
         run.state.step,
         batch.first,
@@ -243,10 +230,10 @@ def record(
         run.config.evaluation.success_threshold,
         run.ranks,
     )
-    for line in run.decisions.messages({**statistics, **metrics}, run.config):
+    for line in run.action_collapse.messages({**statistics, **metrics}, run.config):
         run.say(f"warning: step {run.state.step}: {line}")
-    run.rewards |= {k: v for k, v in metrics.items() if k.startswith("reward/")}
-    return {**statistics, **metrics, **run.rewards}
+    run.latest_rewards |= {k: v for k, v in metrics.items() if k.startswith("reward/")}
+    return {**statistics, **metrics, **run.latest_rewards}
 
 
 def _refuse_unscored(run: Run, stage: Stage, metrics: Mapping[str, float]) -> None:
@@ -409,57 +396,3 @@ def main(
     if code == 0 and ranks.is_main and config.run.push_to_hub and config.grpo.use_grpo:
         push_after_training(run.folder, config)
     return code
-
-
-def connect(config: Config) -> tuple[Accelerator, Ranks]:
-    """Join the process group; raise UserError for an unsuitable launch configuration."""
-    with rendezvous(config.run.timeout + GRACE_S):
-        return _connected(config)
-
-
-def _connected(config: Config) -> tuple[Accelerator, Ranks]:
-    transformers_logging.disable_progress_bar()
-    # Accelerate passes `broadcast_buffers` under an old name, and torch 2.13 warns about the name.
-    warnings.filterwarnings("ignore", message=".*broadcast_buffers", category=FutureWarning)
-    rendezvous_again(config.run.timeout + GRACE_S, "cuda" if on_gpu() else "cpu")
-    mixed_precision = "bf16" if uses_bf16(config.model) else "no"
-    environment_variables.pin(mixed_precision)
-    accelerator = Accelerator(
-        mixed_precision=mixed_precision,
-        # The plugin overrides the environment variable ACCELERATE_GRADIENT_ACCUMULATION_STEPS.
-        gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1),
-        kwargs_handlers=[
-            # The watchdog has GRACE_S seconds to report a hang before NCCL or gloo times out.
-            InitProcessGroupKwargs(timeout=timedelta(seconds=config.run.timeout + GRACE_S)),
-            DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True),
-        ],
-    )
-    if accelerator.distributed_type.value not in ("NO", "MULTI_GPU", "MULTI_CPU"):
-        raise UserError(
-            f"accelerate launch: its configuration asks for {accelerator.distributed_type.value}; "
-            f"use --config_file {CONFIGS}/multi_gpu.yaml"
-        )
-    launched = int(os.environ.get("WORLD_SIZE", "1"))
-    assert accelerator.num_processes == launched, "ranks do not know each other"
-    if config.run.deterministic:
-        be_deterministic(config.rollout.sampler, accelerator.device)
-    ranks = Ranks(accelerator.process_index, accelerator.num_processes, config.run.timeout)
-    return accelerator, ranks
-
-
-def be_deterministic(sampler: str, device: torch.device) -> None:
-    """Make sums independent of the batch: all of them on CPUs, and those of vLLM on GPUs."""
-    if device.type == "cpu":
-        torch.set_num_threads(1)
-        return
-    if sampler != "vllm":
-        raise UserError(
-            "deterministic: works on CPU ranks, or with sampler vllm; set ACCELERATE_USE_CPU=true, "
-            "or leave it"
-        )
-    if torch.cuda.get_device_capability(device) < BATCH_INVARIANT:
-        raise UserError(
-            f"deterministic: vLLM needs GPUs of compute capability 8.0 or more; got "
-            f"{torch.cuda.get_device_name(device)}; leave it"
-        )
-    os.environ["VLLM_BATCH_INVARIANT"] = "1"

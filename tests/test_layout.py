@@ -25,6 +25,7 @@ ROOMS = (  # a room imports only rooms before it
     "tau2",
     "chat",
     "models",
+    "connect",
     "rollout",
     "checkpoints",
     "grpo",

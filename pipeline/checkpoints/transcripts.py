@@ -11,7 +11,7 @@ from pathlib import Path
 
 from pipeline.errors import UserError
 from pipeline.files.untrusted import reason_of
-from pipeline.rollout.trajectory import RunRecord, Trajectory
+from pipeline.rollout.trajectory import EpisodeRecord, Trajectory
 
 _DAMAGED = (OSError, EOFError, ValueError, TypeError, AttributeError, zlib.error, RecursionError)
 
@@ -61,9 +61,9 @@ def sampled_turns(trajectory: Trajectory) -> list[tuple[list[int], list[float]]]
     return [(list(ids), list(logprobs)) for _, ids, logprobs in turns]
 
 
-def read_records(folder: Path, rank: int, num_ranks: int) -> list[RunRecord]:
+def read_records(folder: Path, rank: int, num_ranks: int) -> list[EpisodeRecord]:
     """Return one rank's share of the episode records. Raises UserError for a damaged file."""
-    names = {field.name for field in fields(RunRecord)}
+    names = {field.name for field in fields(EpisodeRecord)}
     records = []
     for path in sorted(folder.glob("step-*.jsonl.gz")):
         if int(path.name.split(".")[1].removeprefix("rank-")) % num_ranks != rank:
@@ -71,7 +71,9 @@ def read_records(folder: Path, rank: int, num_ranks: int) -> list[RunRecord]:
         try:
             with gzip.open(path, "rt", encoding="utf-8") as file:
                 for line in map(json.loads, file):
-                    records.append(RunRecord(**{name: line[name] for name in names & line.keys()}))
+                    records.append(
+                        EpisodeRecord(**{name: line[name] for name in names & line.keys()})
+                    )
         except _DAMAGED as error:
             why = f"{path} cannot be read as transcripts ({reason_of(error)})"
             raise UserError(f"resume_from_checkpoint: {why}; restore it, or start anew") from None

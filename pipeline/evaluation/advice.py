@@ -19,7 +19,7 @@ from pipeline.data.tasks import Message
 from pipeline.distributed.ranks import Ranks
 from pipeline.environments.tools import tool_schemas
 from pipeline.evaluation.transfer import Z95, mean_over_tasks, pass_at_k, rate, succeeded
-from pipeline.rollout.trajectory import RunRecord, StopReason, Trajectory
+from pipeline.rollout.trajectory import EpisodeRecord, StopReason, Trajectory
 
 DEAD_STEPS = 10  # number of steps in a row without a gradient that makes a domain dead
 ADVICE = {
@@ -100,7 +100,7 @@ class StartReport:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.content = dict(state.get("start_report", {}))
 
-    def add(self, episodes: Sequence[RunRecord], size: int) -> None:
+    def add(self, episodes: Sequence[EpisodeRecord], size: int) -> None:
         """Add this rank's episodes, which stand group by group, `size` episodes each."""
         for of in (episodes[i : i + size] for i in range(0, len(episodes), size)):
             group = Group(
@@ -231,7 +231,7 @@ class DeadDomains:
                 is_dead = share == 1 and metrics[f"rollout/all_solved/{domain}"] < 1
                 self.steps[domain] = self.steps.get(domain, 0) + 1 if is_dead else 0
 
-    def messages(self, stage: Stage, records: Iterable[RunRecord], ranks: Ranks) -> list[str]:
+    def messages(self, stage: Stage, records: Iterable[EpisodeRecord], ranks: Ranks) -> list[str]:
         """Return a message for each dead domain, whose count then begins anew.
 
         `records` are this rank's episodes of the stage. Ranks communicate only if a domain is dead.
@@ -337,7 +337,7 @@ def fallen_domains(
 
 
 @dataclass
-class Decisions:
+class ActionCollapse:
     """Compares what a policy decides now with what it decided in a stage's first steps.
 
     A decision is the sequence of an episode's calls that change something, with the arguments that
@@ -357,7 +357,7 @@ class Decisions:
         return {"decisions": asdict(self)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        vars(self).update(asdict(Decisions(**state.get("decisions", {}))))
+        vars(self).update(asdict(ActionCollapse(**state.get("decisions", {}))))
 
     def add(
         self,

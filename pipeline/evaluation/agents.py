@@ -27,7 +27,7 @@ from pipeline.evaluation.evaluate import (
 )
 from pipeline.files.untrusted import parse_json
 from pipeline.rollout.rollout import Progress, Rollout
-from pipeline.rollout.trajectory import Conversation, RunRecord, Said, Trajectory
+from pipeline.rollout.trajectory import Conversation, EpisodeRecord, Said, Trajectory
 
 
 class EndpointPolicy:
@@ -149,7 +149,7 @@ def evaluate_agent(
     num_trials = config.evaluation.eval_trials
     seed = config.run.seed
     records, played = evaluate(agent, tasks, num_trials, seed, ranks, progress=progress)
-    greedy = list[RunRecord]()
+    greedy = list[EpisodeRecord]()
     if not failed_trials(records):
         greedy, _ = evaluate(agent, tasks, 1, seed, ranks, greedy=True, progress=progress)
     ended = next(filter(None, ranks.all_gather_objects(policy.model.ended, "agent")), "")

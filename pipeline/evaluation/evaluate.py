@@ -28,9 +28,9 @@ from pipeline.files.durable import write_text
 from pipeline.grpo.micro_batches import make_micro_batches
 from pipeline.grpo.updater import Updater
 from pipeline.rollout.rollout import Progress, Rollout, RolloutRequest
-from pipeline.rollout.trajectory import RunRecord, StopReason, Trajectory
+from pipeline.rollout.trajectory import EpisodeRecord, StopReason, Trajectory
 
-Record = TypeVar("Record", bound=RunRecord)
+Record = TypeVar("Record", bound=EpisodeRecord)
 Success = dict[str, Any]  # success rates of a domain, family or branch in `results.json`
 Errors = list[tuple[str, str, str]]  # domain, task id and text of each environment error
 MOST_K = 4  # the largest k of pass^k, as in tau-bench
@@ -49,7 +49,7 @@ def evaluate(
     *,
     greedy: bool = False,
     progress: Progress | None = None,
-) -> tuple[list[RunRecord], list[Trajectory]]:
+) -> tuple[list[EpisodeRecord], list[Trajectory]]:
     """Run `num_trials` episodes of each task; every rank runs a share of the tasks.
 
     Returns the records of all ranks, in order of tasks and trials, and this rank's trajectories.
@@ -79,22 +79,22 @@ def evaluate(
     return [by_trial[key] for key in wanted], trajectories
 
 
-def failed_trials(records: Iterable[RunRecord]) -> list[RunRecord]:
+def failed_trials(records: Iterable[EpisodeRecord]) -> list[EpisodeRecord]:
     return [record for record in records if record.stop_reason == StopReason.ENVIRONMENT_ERROR]
 
 
-def _may_succeed(record: RunRecord) -> bool:
+def _may_succeed(record: EpisodeRecord) -> bool:
     """Return whether a trial has failed that another attempt may mend."""
     return record.stop_reason == StopReason.ENVIRONMENT_ERROR and record.left_out != "reward"
 
 
-def unscored_trials(records: Iterable[RunRecord]) -> list[RunRecord]:
+def unscored_trials(records: Iterable[EpisodeRecord]) -> list[EpisodeRecord]:
     """Return the trials that were played and got no reward, because each function gave None."""
     failed = StopReason.ENVIRONMENT_ERROR
     return [r for r in records if r.left_out == "reward" and r.stop_reason != failed]
 
 
-def refuse_failed_trials(records: Sequence[RunRecord], when: str) -> None:
+def refuse_failed_trials(records: Sequence[EpisodeRecord], when: str) -> None:
     """Raise RunError, on every rank, if a trial's environment failed in each attempt.
 
     Raises UserError if a trial has no reward. If such trials counted as a reward of 0, the policy
@@ -122,7 +122,7 @@ def grouped(records: Iterable[Record], *names: str) -> dict[str, list[Record]]:
     return groups
 
 
-def tool_counts(records: Iterable[RunRecord]) -> dict[str, list[int]]:
+def tool_counts(records: Iterable[EpisodeRecord]) -> dict[str, list[int]]:
     sums: dict[str, list[int]] = {}
     for name, (calls, errors) in chain(*(record.tools.items() for record in records)):
         before = sums.get(name, [0, 0])
@@ -131,8 +131,8 @@ def tool_counts(records: Iterable[RunRecord]) -> dict[str, list[int]]:
 
 
 def success(
-    sampled: Sequence[RunRecord],
-    greedy: Sequence[RunRecord],
+    sampled: Sequence[EpisodeRecord],
+    greedy: Sequence[EpisodeRecord],
     num_trials: int,
     threshold: float = 1.0,
 ) -> dict[str, Success]:
@@ -144,14 +144,14 @@ def success(
     reward of each source by name, without weights.
     """
 
-    def rates(sampled: Sequence[RunRecord], greedy: Sequence[RunRecord]) -> Success:
+    def rates(sampled: Sequence[EpisodeRecord], greedy: Sequence[EpisodeRecord]) -> Success:
         return {
             "mean": fmean(succeeded(record.reward, threshold) for record in sampled),
             "greedy": fmean(succeeded(record.reward, threshold) for record in greedy),
             "num_tasks": len({record.task_id for record in sampled}),
         }
 
-    def of_domain(sampled: Sequence[RunRecord], greedy: Sequence[RunRecord]) -> Success:
+    def of_domain(sampled: Sequence[EpisodeRecord], greedy: Sequence[EpisodeRecord]) -> Success:
         def by(*names: str) -> dict[str, Success]:
             of_greedy = grouped(greedy, *names)
             groups = sorted(grouped(sampled, *names).items())
@@ -205,7 +205,7 @@ def success_in_words(rates: Mapping[str, Success]) -> str:
 # Validation: one sampled trial of each validation task
 
 
-def scored(records: Sequence[RunRecord]) -> dict[str, dict[str, float]]:
+def scored(records: Sequence[EpisodeRecord]) -> dict[str, dict[str, float]]:
     """Return rewards by domain and task; a domain with a failed trial is left out."""
     return {
         domain: {record.task_id: record.reward for record in of}
@@ -334,7 +334,7 @@ class KLProbe:
 # Environment errors
 
 
-def errors_of(records: Iterable[RunRecord]) -> Errors:
+def errors_of(records: Iterable[EpisodeRecord]) -> Errors:
     return [(r.domain, r.task_id, r.error) for r in failed_trials(records)]
 
 
@@ -350,7 +350,7 @@ def commonest(errors: Errors) -> str:
 class ErrorRates:
     """Numbers of episodes and of environment errors by domain, summed over all ranks."""
 
-    def __init__(self, records: Iterable[RunRecord] = ()) -> None:
+    def __init__(self, records: Iterable[EpisodeRecord] = ()) -> None:
         self.counts: dict[str, list[int]] = {}  # [episodes, errors] of each domain
         self.errors: Errors = []  # this rank's errors since the stage began or the run resumed
         for record in records:
@@ -387,7 +387,7 @@ def stop_on_errors(
     ranks: Ranks,
     rates: ErrorRates,
     limits: RolloutSettings,
-    records: Sequence[RunRecord] = (),
+    records: Sequence[EpisodeRecord] = (),
     when: str = "since the stage began",
 ) -> None:
     """Raise the same RunError on every rank if a domain has too many environment errors.
@@ -441,7 +441,7 @@ def write_results(
     write_text(folder / "results.json", json.dumps(results))
 
 
-def training_summary(gathered: Sequence[Sequence[RunRecord]]) -> dict[str, Any]:
+def training_summary(gathered: Sequence[Sequence[EpisodeRecord]]) -> dict[str, Any]:
     """Summarize a stage's training episodes; `gathered` has the records of each rank.
 
     Mean rewards do not count episodes that are left out of training.

@@ -160,7 +160,7 @@ class Learner:
             prompt,
         )
 
-    def give_weights(self) -> None:
+    def sync_weights(self) -> None:
         """Give the sampler the model's weights; raises RunError if it then has other weights."""
         self.sampling.sampler.load_weights(trained_weights(self.model))
         when = str(self._ranks.current)
@@ -215,5 +215,5 @@ class Learner:
             load_optimizer(resumed, updater.optimizer)
             updater.load_state_dict(saved)
         self.updater = updater
-        self.give_weights()
+        self.sync_weights()
         return updater

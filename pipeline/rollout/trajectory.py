@@ -1,4 +1,4 @@
-"""Episodes as tokens (Trajectory), their summaries (RunRecord), and who writes their messages.
+"""Episodes as tokens (Trajectory), their summaries (EpisodeRecord), and who writes their messages.
 
 Example of a Trajectory with two turns: prompt_ids [p p p], completion_ids [s s s e  t t t  s s e],
 loss_mask [1 1 1 1  0 0 0  1 1 1]. Here p is a token of the prompt, s a sampled token, e a sampled
@@ -41,7 +41,7 @@ class Sampled:
 
 
 @dataclass(kw_only=True)
-class RunRecord:
+class EpisodeRecord:
     """The summary of an episode. Ranks exchange summaries of episodes, not tokens."""
 
     domain: str
@@ -62,7 +62,7 @@ class RunRecord:
 
 
 @dataclass(kw_only=True)
-class Trajectory(RunRecord):
+class Trajectory(EpisodeRecord):
     """One episode as tokens. Sampled token ids are never decoded and encoded again."""
 
     prompt_ids: list[int] = field(default_factory=list)
@@ -109,10 +109,10 @@ class Trajectory(RunRecord):
         self.logprobs += logprobs or [0.0] * len(ids)
         self.num_sampled_tokens += is_sampled * len(ids)
 
-    def record(self) -> RunRecord:
-        found: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(RunRecord)}
+    def record(self) -> EpisodeRecord:
+        found: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(EpisodeRecord)}
         found["num_sampled_tokens"] = self.num_sampled_in_all
-        return RunRecord(**found)
+        return EpisodeRecord(**found)
 
 
 @dataclass(eq=False, kw_only=True)

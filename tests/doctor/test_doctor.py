@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from pipeline.config.settings import Config
+from pipeline.connect import connect
 from pipeline.distributed import ranks as distributed
 from pipeline.distributed.watchdog import ToldElsewhere
 from pipeline.doctor import main as doctor
@@ -25,7 +26,6 @@ from pipeline.doctor.main import (
     judge_folder,
     judge_versions,
 )
-from pipeline.train import connect
 from scripts.proofs.ranks import play_ranks
 from tests.support.warm import play
 

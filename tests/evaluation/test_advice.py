@@ -20,8 +20,8 @@ from pipeline.environments.tools import tool_schemas
 from pipeline.evaluation import advice
 from pipeline.evaluation.advice import (
     DEAD_STEPS,
+    ActionCollapse,
     DeadDomains,
-    Decisions,
     StartReport,
     decision_of,
     fallen_domains,
@@ -29,7 +29,7 @@ from pipeline.evaluation.advice import (
     start_report,
 )
 from pipeline.report.tables import start_block
-from pipeline.rollout.trajectory import RunRecord, StopReason
+from pipeline.rollout.trajectory import EpisodeRecord, StopReason
 from pipeline.run import main
 from scripts.proofs.grid import make_trajectory
 from scripts.proofs.ranks import play_ranks
@@ -74,7 +74,7 @@ def config_of(**curriculum):
 
 def episodes(domain, task, *rewards, reason=StopReason.COMPLETED, left_out=""):
     return [
-        RunRecord(domain=domain, task_id=task, reward=r, stop_reason=reason, left_out=left_out)
+        EpisodeRecord(domain=domain, task_id=task, reward=r, stop_reason=reason, left_out=left_out)
         for r in rewards
     ]
 
@@ -176,9 +176,9 @@ def test_the_order_of_groups_does_not_depend_on_the_ranks_and_a_resume_keeps_the
 AIRLINE = Stage(index=0, name="airline", own=("airline",), difficulty="easy", groups={"airline": 2})
 RETAIL = Stage(index=1, name="retail", own=("retail",), difficulty="easy", groups={"retail": 2})
 RECORDS = [
-    *(RunRecord(domain="retail", task_id="t", stop_reason=StopReason.MALFORMED_CALL),) * 3,
-    RunRecord(domain="retail", task_id="t"),
-    *(RunRecord(domain="airline", task_id="t", stop_reason=StopReason.MAX_TURNS),) * 9,
+    *(EpisodeRecord(domain="retail", task_id="t", stop_reason=StopReason.MALFORMED_CALL),) * 3,
+    EpisodeRecord(domain="retail", task_id="t"),
+    *(EpisodeRecord(domain="airline", task_id="t", stop_reason=StopReason.MAX_TURNS),) * 9,
 ]
 
 
@@ -353,7 +353,7 @@ def named(trajectories):
 
 def told(*steps, ranks=ALONE):
     """The lines after each step, with a resume before each."""
-    decisions, lines = Decisions(), []
+    decisions, lines = ActionCollapse(), []
     for step, episodes in enumerate(steps, 1):
         decisions = resumed(decisions)
         mine = named(episodes)[4 * ranks.rank : 4 * ranks.rank + 4 if ranks.num_ranks > 1 else None]
@@ -389,7 +389,7 @@ def test_a_policy_that_acts_alike_from_the_start_is_told_to_spread():
 
 def entropies(*values, solved=False, trained=8.0):
     """The lines after steps with these entropies, with a resume before each."""
-    lines, decisions = list[str](), Decisions()
+    lines, decisions = list[str](), ActionCollapse()
     for step, entropy in enumerate(values, 1):
         decisions = resumed(decisions)
         decisions.add(STAGE, step, named(of_step("", solved=solved)), {"desk": Returns}, 1.0, ALONE)

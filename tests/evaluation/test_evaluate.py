@@ -28,7 +28,7 @@ from pipeline.evaluation.evaluate import (
 )
 from pipeline.grpo.collect import RolloutBatch, Sample
 from pipeline.rollout.rewards import RewardFunction, RewardFunctions
-from pipeline.rollout.trajectory import RunRecord, StopReason
+from pipeline.rollout.trajectory import EpisodeRecord, StopReason
 from pipeline.tracking.step_metrics import rollout_metrics
 from scripts.proofs.grid import make_trajectory
 from scripts.proofs.ranks import play_ranks
@@ -171,8 +171,8 @@ def test_trials_that_fail_every_time_are_not_scored():
 
 
 def test_trials_without_any_reward_are_not_scored():
-    played = RunRecord(domain="sums", task_id="a", reward=1.0)
-    silent = RunRecord(domain="sums", task_id="b", left_out="reward")
+    played = EpisodeRecord(domain="sums", task_id="a", reward=1.0)
+    silent = EpisodeRecord(domain="sums", task_id="b", left_out="reward")
     failed = replace(silent, stop_reason=StopReason.ENVIRONMENT_ERROR)
     assert unscored_trials([played, silent, failed]) == [silent]
     assert scored([played, silent]) == {}

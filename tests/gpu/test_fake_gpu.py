@@ -90,7 +90,7 @@ def play(guard, use_peft):
         accelerator = SimpleNamespace(device=DEVICE, autocast=lambda: torch.autocast("cuda", BF16))
         given = chat(), environments_of(embedded(*names)), config, accelerator, Ranks(0, 1, 60)
         policy = Learner(qwen(shape, use_peft), *given, make_sampler=make_sampler)
-        policy.give_weights()
+        policy.sync_weights()
         held = gpu.allocated
         played = policy.rollout(asked)
         return [(t.num_turns, t.stop_reason.value) for t in played], gpu.allocated - held

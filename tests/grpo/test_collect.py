@@ -14,6 +14,7 @@ import pytest
 
 from pipeline.config.cli import parse
 from pipeline.config.settings import Config
+from pipeline.connect import connect
 from pipeline.data.curriculum import Stage
 from pipeline.data.rng import stream_key
 from pipeline.data.tasks import Task
@@ -28,7 +29,6 @@ from pipeline.grpo.collect import (
 from pipeline.rollout.trajectory import Trajectory
 from pipeline.tracking.progress import StageProgress
 from pipeline.tracking.step_metrics import rollout_metrics
-from pipeline.train import connect
 from scripts.proofs.ranks import play_ranks
 from scripts.proofs.runs import play_run
 from tests.support.coin import COIN, warm_started

@@ -189,7 +189,7 @@ def test_a_step_tells_which_update_is_its_last_and_warns_of_a_gap_that_is_not_co
         ranks=Ranks(0, 1, 60),
         learner=SimpleNamespace(
             sampling=SimpleNamespace(sampler=nothing),
-            give_weights=lambda: None,
+            sync_weights=lambda: None,
             updater=SimpleNamespace(update_policy=update_policy),
         ),
         accelerator=SimpleNamespace(mixed_precision="no"),

@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, MixtralConfig, Qwen3MoeConfig
 
 from pipeline.config.settings import ModelSettings, RolloutSettings
+from pipeline.connect import be_deterministic
 from pipeline.errors import RunError, UserError
 from pipeline.grpo.learner import Probe
 from pipeline.grpo.token_logprobs import TokenLogprobs
@@ -23,7 +24,6 @@ from pipeline.models.tiny import tiny_model
 from pipeline.rollout import vllm_sampler
 from pipeline.rollout.sampler import make_sampler
 from pipeline.rollout.vllm_sampler import VLLMSampler
-from pipeline.train import be_deterministic
 from tests.support import ROOT
 from tests.support.helpers import chat, tokenizer
 from tests.support.messages import says

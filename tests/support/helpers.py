@@ -201,10 +201,10 @@ class ScriptedSampler:
 
 def start_unwatched(config: Any, **hooks: Any) -> "Run":
     """A run on this rank as `pipeline.train.main` starts it, without its watchdog's thread."""
+    from pipeline.connect import connect
     from pipeline.distributed.watchdog import Watchdog
     from pipeline.models.fitting import fitted
     from pipeline.run_state import open_run
-    from pipeline.train import connect
 
     config, _ = fitted(config)
     accelerator, ranks = connect(config)
