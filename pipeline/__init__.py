@@ -1,4 +1,6 @@
-"""GRPO for tool-using language models. Science: data environments embedded tau2 chat models rollout
-grpo sft rft evaluation. Engine: errors files config distributed checkpoints tracking preflight
-doctor connect run_state before_grpo train run. Front desk: report plots export commands endpoints customers
+"""GRPO for tool-using language models: the rooms of the science, the engine and the front desk.
+
+data environments embedded tau2 chat models rollout grpo sft rft evaluation;
+errors files config connect distributed checkpoints tracking preflight doctor run_state before_grpo
+train run; report plots export commands endpoints customers
 """
