@@ -4,7 +4,6 @@ import contextlib
 import io
 import math
 import weakref
-from functools import cache
 
 import pytest
 import torch
@@ -105,21 +104,9 @@ def two_updates(module, budget=BUDGET, starts_with=None, **settings):
     return found, said.getvalue(), updater
 
 
-@cache
-def with_half_the_budget():
-    return two_updates(TokenLogprobs(small_model(), 1.0), BUDGET // 2)
-
-
-@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
-@pytest.mark.parametrize("which", ["first", "middle", "last"])
-def test_where_memory_ends_the_update_is_that_of_half_the_budget(which, backward):
-    whole = updater_of(TokenLogprobs(small_model(), 1.0))
-    count = len(whole._cut([(row, 0.0, 1.0) for row in mine(whole.ranks)[0]]))
-    assert count >= 4
-    number = {"first": 1, "middle": count // 2, "last": count}[which]
-    module = Tight(small_model(), {number}, backward)
-    found, said, updater = two_updates(module)
-    expected, nothing, half = with_half_the_budget()
+def test_where_memory_ends_the_update_is_that_of_half_the_budget():
+    found, said, updater = two_updates(Tight(small_model(), {2}, backward=True))
+    expected, nothing, half = two_updates(TokenLogprobs(small_model(), 1.0), BUDGET // 2)
     assert nothing == ""
     for (statistics, parameters), (others, other_parameters) in zip(found, expected, strict=True):
         assert parameters == other_parameters
@@ -179,16 +166,6 @@ def test_what_the_failed_pass_held_is_free_before_the_next(backward):
     assert free[2] == [True, True], "the exception, or a cycle, still holds the activations"
 
 
-def test_what_was_added_before_memory_ended_counts_no_longer():
-    """The gradient of a half-done backward pass is dropped with those of the whole ones."""
-    module = Tight(small_model(), {2}, backward=True)
-    updater = updater_of(module, max_grad_norm=1e9)
-    whole = updater_of(TokenLogprobs(small_model(), 1.0), BUDGET // 2, max_grad_norm=1e9)
-    with contextlib.redirect_stdout(io.StringIO()):
-        found = updater.update_policy(*mine(updater.ranks), 1e-3)["train/grad_norm"]
-    assert found == whole.update_policy(*mine(whole.ranks), 1e-3)["train/grad_norm"]
-
-
 def test_other_errors_pass():
     class Broken(TokenLogprobs):
         def forward(self, batch):
@@ -218,7 +195,7 @@ def test_out_of_memory_is_known_by_its_type_or_its_text():
     assert not is_out_of_memory(KeyError("can't allocate memory"))
 
 
-PLACES = [(1, False), (2, True), ("last", False)]  # which micro-batch fails; in its backward pass
+PLACES = [(1, False), ("last", True)]  # which micro-batch fails; in its backward pass
 
 
 def one_rank_fails():
@@ -313,11 +290,7 @@ def state_of(updater):
     )
 
 
-BAD = {"nan": math.nan, "infinite": math.inf}
-
-
-@pytest.mark.parametrize("bad", BAD.values(), ids=BAD)
-@pytest.mark.parametrize("deterministic", [False, True], ids=["", "deterministic"])
+@pytest.mark.parametrize(("bad", "deterministic"), [(math.nan, False), (math.inf, True)])
 def test_a_step_that_is_not_finite_is_skipped_as_if_it_had_not_been(bad, deterministic, capsys):
     modules = [TokenLogprobs(small_model(), 1.0) for _ in range(2)]
     disturbed, other = (

@@ -131,21 +131,6 @@ def test_a_step_whose_groups_are_all_dead_changes_nothing():
     }
 
 
-def empty_handed(_: int = 0):
-    """Two ranks, of which the second has no episode."""
-    model = small_model()
-    updater = updater_of(model)
-    rows, advantages = make_episodes(8) if updater.ranks.is_main else ([], [])
-    statistics = updater.update_policy(rows, advantages, 1e-3)
-    return statistics, updater.ranks.check_same_parameters(model.named_parameters(), "at the end")
-
-
-def test_a_rank_without_episodes_steps_with_the_others():
-    one, two = play_ranks(empty_handed, 2)
-    assert one == two
-    assert one[0]["train/trained_episodes"] == 8
-
-
 def crowded(num_episodes):
     """The last rank has so many groups, the others one each; counts of micro-batches, parameters.
 
@@ -274,8 +259,9 @@ def test_the_learning_rate_follows_the_tasks_of_a_step_and_not_the_ranks(scale_l
     assert peak(1) == peak(8) == pytest.approx(expected)
 
 
-@pytest.mark.parametrize("loss_type", ["grpo", "dapo", "dr_grpo"])
-@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize(
+    ("loss_type", "deterministic"), [("grpo", True), ("dapo", False), ("dr_grpo", False)]
+)
 def test_all_conversations_of_an_episode_have_its_advantage_and_share_its_weight(
     loss_type, deterministic
 ):
