@@ -73,11 +73,6 @@ def test_the_order_of_the_domains_is_that_of_the_stages():
     assert [stage.name for stage in stages] == ["telecom", "airline"]
 
 
-def test_mixed_is_one_stage_of_all_domains():
-    groups = {"airline": 8, "retail": 8, "telecom": 8}
-    assert summary(make_stages(config(curriculum="mixed"), PLENTY)) == [("mixed", groups, 0, 120)]
-
-
 def test_stage_weights_share_out_the_steps():
     stages = make_stages(config(max_steps=10, stage_weights={"retail": 2}), PLENTY)
     assert [stage.num_steps for stage in stages] == [3, 5, 2]
@@ -106,11 +101,6 @@ def test_all_steps_and_all_groups_are_handed_out(curriculum):
                 for stage in stages:
                     assert sum(stage.groups.values()) == tasks_per_step
                     assert min(stage.groups.values()) > 0
-
-
-def test_a_mixed_step_without_room_for_every_domain_is_refused():
-    with pytest.raises(UserError, match="telecom would have no group in stage mixed"):
-        make_stages(config(5, 2, curriculum="mixed"), PLENTY)
 
 
 def test_whole_numbers_follow_the_weights_by_largest_remainders():
@@ -154,21 +144,6 @@ def test_a_step_holds_the_groups_of_its_stage_each_task_once():
             assert len(set(found)) == len(found)
             counts = {d: sum(domain == d for domain, _ in found) for d in stage.groups}
             assert counts == stage.groups
-
-
-def test_the_list_does_not_depend_on_who_asks_and_changes_with_step_stage_and_seed():
-    airline, retail, _ = stages_of_24()
-    assert keys(retail, 12) == keys(retail, 12)
-    assert keys(retail, 12) != keys(retail, 13)
-    assert keys(retail, 12) != keys(retail, 12, seed=2)
-    assert keys(airline, 0) != [key for key in keys(retail, 10) if key[0] == "airline"]
-
-
-def test_every_task_of_a_domain_comes_up():
-    _, retail, _ = stages_of_24()
-    assert retail.groups == {"airline": 4, "retail": 6}
-    found = [key for step in range(10, 15) for key in keys(retail, step)]  # one pass over retail
-    assert {key for key in found if key[0] == "retail"} == {("retail", f"{n}") for n in range(30)}
 
 
 def test_replacements_are_other_tasks_of_the_same_domains_as_many_as_there_are():
@@ -277,13 +252,6 @@ def test_a_family_that_one_difficulty_lacks_is_told():
     assert notes == [
         "family_shares: telecom: the tasks (hard) have none of b; the other families get the share"
     ]
-
-
-def test_a_step_outside_the_stage_is_a_mistake_of_the_program():
-    airline, retail, _ = stages_of_24()
-    for stage, step in ((airline, 10), (retail, 9)):
-        with pytest.raises(AssertionError, match=f"step {step} is not in stage {stage.name}"):
-            keys(stage, step)
 
 
 def test_a_domain_may_come_again_and_then_the_others_are_replayed():

@@ -32,7 +32,6 @@ from pipeline.data.tasks import (
 from pipeline.distributed.ranks import Ranks
 from pipeline.embedded.airline import AirlineEnvironment
 from pipeline.embedded.airline import generate_tasks as airline_tasks
-from pipeline.embedded.retail import generate_tasks
 from pipeline.errors import UserError
 from pipeline.preflight.task_sets import split_source
 from tests.support.helpers import embedded, save_tasks
@@ -75,13 +74,6 @@ def refusal(path) -> str:
 # a task
 
 
-def test_the_identity_of_a_task_is_its_domain_and_its_id():
-    airline = Task(domain="airline", id="1", prompt=tuple(PROMPT), payload="{}")
-    retail = Task(domain="retail", id="1", prompt=tuple(PROMPT), payload="{}")
-    assert airline.key == ("airline", "1")
-    assert airline.key != retail.key
-
-
 def test_a_task_cannot_be_altered_by_itself_or_through_its_row():
     prompt = [{"role": "user", "content": "x", "tool_calls": [{"arguments": {"a": 1}}]}]
     task = Task(domain="bank", id="1", prompt=tuple(prompt), payload='{"b": 2}')
@@ -114,17 +106,6 @@ def test_an_array_is_read_under_either_name(write):
 def test_a_payload_may_be_json_text_and_is_kept_as_it_is(write):
     path = write("tasks.jsonl", {**ROW, "payload": '{ "b": 1,  "a": 2 }'})
     assert load_tasks(path, "bank")[0].payload == '{ "b": 1,  "a": 2 }'
-
-
-def test_a_payload_may_be_missing(write):
-    path = write("tasks.jsonl", {"id": "a", "prompt": PROMPT})
-    assert load_tasks(path, "bank")[0].payload == "{}"
-
-
-def test_saved_tasks_are_read_back_equal(tmp_path):
-    tasks = generate_tasks(3, 40, "train", "hard")
-    save_tasks(tasks, tmp_path / "retail.jsonl")
-    assert list(load_tasks(tmp_path / "retail.jsonl", "retail")) == tasks
 
 
 def test_any_text_survives_saving(tmp_path):
@@ -166,11 +147,6 @@ def test_any_text_survives_saving(tmp_path):
 )
 def test_what_is_wrong_with_a_task_is_named_with_its_place(write, row, words):
     says(refusal(write("tasks.jsonl", row)), "tasks.jsonl, line 1", *words)
-
-
-def test_the_line_is_counted_with_blank_lines(write):
-    path = write("tasks.jsonl", "", ROW, "", {**ROW, "id": 5})
-    says(refusal(path), "tasks.jsonl, line 4: id: got 5", "give a non-empty string")
 
 
 def test_a_broken_line_is_named(write):
@@ -640,21 +616,6 @@ def test_tasks_come_equally_often():
     assert set(counts.values()) == {100}
 
 
-def test_a_step_takes_from_any_sized_and_indexed_source():
-    class Numbered:
-        def __len__(self):
-            return 1000
-
-        def __getitem__(self, index):
-            return make_tasks(1)[0].__class__(
-                domain="bank", id=str(index), prompt=tuple(PROMPT), payload="{}"
-            )
-
-    ids = [task.id for task in tasks_for_step(Numbered(), 5, 0, "key")]
-    assert len(set(ids)) == 5
-    assert all(0 <= int(number) < 1000 for number in ids)
-
-
 def test_an_order_is_drawn_once_a_pass(monkeypatch):
     drawn = []
 
@@ -670,11 +631,6 @@ def test_an_order_is_drawn_once_a_pass(monkeypatch):
             found = tasks_for_step(tasks, 4, step, "an order", domain)
             assert [task.id for task in found] == [f"t{index}" for index in expected]
     assert drawn == [0, 0, 1, 1, 2, 2]
-
-
-def test_more_tasks_than_there_are_cannot_be_asked():
-    with pytest.raises(AssertionError, match="a step of 3 tasks cannot come from 2"):
-        tasks_for_step(make_tasks(2), 3, 0)
 
 
 # ranks

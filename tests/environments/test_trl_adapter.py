@@ -81,16 +81,6 @@ def test_the_tools_are_those_of_our_rollouts(domain):
 
 
 @in_every_domain
-def test_rows_are_the_tasks_without_a_user(domain):
-    tasks, rows = alone(domain)
-    assert len(rows) == 100
-    assert rows == [{**task.row(), "environment": domain} for task in tasks]
-    assert {task.family for task in make_tasks(domain)} - {task.family for task in tasks} == {
-        {"airline": "cancel", "retail": "cancel", "telecom": "data"}[domain]
-    }
-
-
-@in_every_domain
 def test_an_experts_transcript_earns_everything(domain):
     environment = factories(CLASSES)[domain]()
     endings = Counter()
@@ -107,17 +97,6 @@ def test_an_experts_transcript_earns_everything(domain):
     assert min(endings.values()) > 20
 
 
-def test_the_final_message_is_handed_over():
-    task = next(task for task in make_tasks("airline") if task.branch == "gold")
-    record = task.prompt[-1]["content"].rpartition(" ")[2]
-    environment = factories(CLASSES)["airline"]()
-    look = call("get_reservation", reservation=record)
-    work = [look, call("add_bag", reservation=record, fee="0")]
-    for final, earned in (("The fee is 0.", 1.0), ("The fee is 20.", 0.0), ("Done.", 0.0)):
-        completion = played(environment, task.row(), [*work, say(final)])
-        assert reward(environment, completion) == earned
-
-
 def test_an_episode_without_a_closing_message_earns_nothing():
     task = next(task for task in make_tasks("telecom") if task.branch == "off")
     record = next(word for word in task.prompt[-1]["content"].split() if word[0] == "K")
@@ -129,38 +108,6 @@ def test_an_episode_without_a_closing_message_earns_nothing():
     assert reward(environment, completion[:1]) == 0.0  # the last message is a call
     completion = played(environment, task.row(), [*work, say("Do")])
     assert reward(environment, completion, last_id=7) == 0.0  # it was cut off
-
-
-def test_nothing_changes_after_a_transfer():
-    task = next(task for task in make_tasks("airline") if task.branch == "fare")
-    record = next(word for word in task.prompt[-1]["content"].split() if word[0] == "K")
-    environment = factories(CLASSES)["airline"]()
-    work = [call("get_reservation", reservation=record), call("transfer", reason="fare")]
-    more = [*work, call("cancel", reservation=record), say("Done.")]
-    completion = played(environment, task.row(), more)
-    assert completion[5]["content"] == '{"error": "the conversation has ended"}'
-    assert reward(environment, completion) == 1.0
-
-
-def test_mistakes_are_answered_as_in_our_rollouts():
-    environment = factories(CLASSES)["retail"]()
-    environment.reset(**make_tasks("retail")[0].row())
-    tools = tools_of(environment)
-    assert tools["find_variant"](colour="pink").startswith('{"error": "wrong arguments: colour')
-    assert tools["get_order"](id="K01") == '{"error": "wrong arguments: get_order takes order"}'
-    assert tools["get_order"](order="K99") == '{"error": "no K99"}'
-
-
-def test_a_reset_erases_the_last_episode():
-    environment = factories(CLASSES)["airline"]()
-    tasks, rows = alone("airline")
-    first = next(n for n, task in enumerate(tasks) if task.branch == "fare")
-    record = next(word for word in tasks[first].prompt[-1]["content"].split() if word[0] == "K")
-    work = [call("get_reservation", reservation=record), call("transfer", reason="fare")]
-    played(environment, rows[first], work)
-    assert reward(environment, [say("Done.")]) == 1.0
-    played(environment, rows[first], [])
-    assert reward(environment, [say("Done.")]) == 0.0
 
 
 # In the trainer
@@ -252,12 +199,3 @@ def test_a_step_of_grpo_with_the_expert_among_the_siblings(tmp_path):
     assert log["grad_norm"] > 0
     changed = [not torch.equal(*pair) for pair in zip(before, model.parameters(), strict=True)]
     assert any(changed)
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_a_step_of_grpo_with_what_the_tiny_model_samples(tmp_path):
-    rows = [row for domain in DEFAULT_DOMAINS for row in alone(domain, 3)[1][:1]]
-    log = train(tiny_model(tokenizer(), 0), rows, tmp_path, max_tokens=24)
-    assert log["rewards/outcome/mean"] == 0.0
-    assert log["loss"] == pytest.approx(0.0, abs=1e-6)  # no sibling is better than another
-    assert log["completions/mean_length"] > 1

@@ -1,6 +1,5 @@
 """Environments written for TRL's `environment_factory` train here as they are."""
 
-import gzip
 import json
 import random
 import re
@@ -8,7 +7,6 @@ from collections import defaultdict
 from functools import cache, cached_property, partial, partialmethod, singledispatchmethod, wraps
 from typing import Any
 
-import numpy as np
 import pytest
 from datasets import Dataset
 
@@ -39,7 +37,6 @@ from tests.support.helpers import (
     rollout_of,
     say,
 )
-from tests.support.warm import play
 
 FORMS = "tests.support.trl_forms"
 LIMITS = {"max_tokens": 1500, "max_tokens_per_turn": 100, "max_tool_result_tokens": 200}
@@ -213,26 +210,6 @@ def test_long_texts_of_reset_are_measured_before_a_run():
 # Parts
 
 
-def test_random_numbers_belong_to_the_task():
-    random.seed(1)
-    np.random.seed(1)
-    outside = random.random(), np.random.random()
-    random.seed(1)
-    np.random.seed(1)
-    state, other = RandomState(make_task("a")), RandomState(make_task("b"))
-    drawn = []
-    for _ in range(2):
-        with state:
-            drawn.append((random.random(), np.random.random()))
-        with other:
-            drawn.append((random.random(), np.random.random()))
-    assert (random.random(), np.random.random()) == outside
-    assert len(set(drawn)) == 4  # the second use goes on after the first
-    with RandomState(make_task("a")):
-        again = [(random.random(), np.random.random()) for _ in range(2)]
-    assert again == drawn[::2]
-
-
 def test_reset_gets_the_columns_that_it_takes():
     row = {"id": "1", "target": 3, "other": 4}
     assert reset_arguments(trl_forms.Safe().reset, row) == row
@@ -399,21 +376,3 @@ def test_a_wrong_factory_is_named(given, message):
 
 
 # A run
-
-
-def test_a_run_of_two_environments_on_two_ranks(tmp_path, routed):
-    flags = ["--domains", "total,strict", "--environments", json.dumps(BOTH)]
-    flags += ["--tasks", json.dumps(routed), "--reward-funcs", ",".join(HITS)]
-    flags += ["--curriculum", "mixed", "--max-steps", "1", "--tasks-per-step", "4"]
-    flags += ["--num-generations", "2", "--validation-steps", "0", "--warm-start-steps", "0"]
-    flags += ["--eval-tasks-per-domain", "2", "--eval-trials", "1", "--report-to", "none"]
-    play(*flags, "--output-dir", "out", cwd=tmp_path)
-    seen = defaultdict(list)
-    for path in (tmp_path / "out").glob("trajectories/mixed/step-*.jsonl.gz"):
-        for episode in map(json.loads, gzip.decompress(path.read_bytes()).splitlines()):
-            assert not episode["error"]
-            assert set(episode["rewards"]) == {"hits", "lowered"}
-            seen[episode["domain"], episode["task_id"]].append(episode["messages"][0]["content"])
-    assert {len(texts) for texts in seen.values()} == {2}
-    assert {len(set(texts)) for texts in seen.values()} == {1}
-    assert sorted(domain for domain, _ in seen) == ["strict", "strict", "total", "total"]

@@ -149,13 +149,6 @@ def test_no_more_rounds_are_played_than_allowed_and_none_when_all_groups_live():
     assert (played.rounds, any(kept_of(played))) == ([7], False)
 
 
-def test_replacements_depend_on_the_step_and_not_on_what_was_played_before():
-    run, resumed = alone(), alone()
-    played = [collect(run), collect(run, step=1)]
-    assert groups_of(collect(resumed, step=1)) == groups_of(played[1])
-    assert set(groups_of(played[0])[7:]) != set(groups_of(played[1])[7:])
-
-
 def test_rewards_and_dead_groups_are_logged_of_the_stages_own_groups_by_domain(capsys):
     run, plain = alone(), alone(dynamic_sampling=False)
     played = collect(run)

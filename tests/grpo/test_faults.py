@@ -11,9 +11,8 @@ from accelerate import Accelerator
 
 from pipeline.config.settings import Config
 from pipeline.distributed.ranks import Ranks
-from pipeline.grpo.micro_batches import MicroBatch, micro_batch
+from pipeline.grpo.micro_batches import micro_batch
 from pipeline.grpo.token_logprobs import TokenLogprobs
-from pipeline.grpo.update_faults import smaller_budget
 from pipeline.grpo.updater import Reference, Updater
 from pipeline.models.rank_memory import is_out_of_memory
 from pipeline.models.sampling_copy import trained_weights
@@ -118,22 +117,6 @@ def test_where_memory_ends_the_update_is_that_of_half_the_budget():
         half.num_tokens,
         half.num_padded_tokens,
     )
-
-
-def batch_of(*lengths) -> MicroBatch:
-    return micro_batch([(make_trajectory([1], [2] * (n - 1)), 0.0, 1.0) for n in lengths], 0)
-
-
-def test_the_budget_is_halved_until_the_largest_micro_batch_is_cut(capsys):
-    batches = [batch_of(10, 10, 10), batch_of(10, 6), batch_of(5), batch_of(40)]
-    assert smaller_budget(2048, batches, failed=1, rank=3) == 16  # the first has 30 tokens
-    says(capsys.readouterr().out, "20 tokens on rank 3", "max_tokens_per_microbatch 16")
-    assert smaller_budget(30, batches, failed=0, rank=0) == 15
-    assert smaller_budget(2048, batches, failed=2, rank=0) == 16, "others leave it no memory"
-    with pytest.raises(RuntimeError, match="one episode of 40 tokens"):
-        smaller_budget(2048, batches, failed=3, rank=0)
-    with pytest.raises(RuntimeError, match="one episode of 5 tokens"):
-        smaller_budget(2048, batches[2:], failed=0, rank=0)
 
 
 def test_memory_may_end_again_and_again():
@@ -340,28 +323,6 @@ def test_a_loss_that_is_not_finite_skips_the_step_whatever_the_gradient():
     assert statistics["train/loss"] == -math.inf and statistics["train/grad_norm"] > 0
 
 
-def test_more_skipped_steps_in_a_row_than_allowed_stop_the_run(tmp_path):
-    updater = updater_of(TokenLogprobs(small_model(), 1.0), max_skipped_steps=2)
-    updater.faults_folder = tmp_path / "faults"
-    rows, advantages = mine(updater.ranks)
-    bad = [math.nan] * len(rows)
-    with contextlib.redirect_stdout(io.StringIO()):
-        for values in (bad, bad, advantages, bad, bad):
-            updater.update_policy(rows, values, 1e-3)
-        before = state_of(updater)
-        with pytest.raises(RuntimeError) as caught_error:
-            updater.update_policy(rows, bad, 1e-3)
-    says(
-        str(caught_error.value),
-        "3 steps in a row",
-        "rank 0, tasks desk/t1",
-        f"{tmp_path}/faults",
-        "learning rate",
-    )
-    assert state_of(updater) == before
-    assert (updater.num_skipped, updater.num_skipped_in_a_row) == (5, 3)
-
-
 def test_several_updates_on_the_episodes_of_a_step_count_as_one_skipped_step(capsys):
     updater = updater_of(TokenLogprobs(small_model(), 1.0), max_skipped_steps=1)
     rows, _ = mine(updater.ranks)
@@ -465,21 +426,6 @@ def test_where_every_loss_is_finite_all_micro_batches_are_kept(skipped):
     assert all(math.isfinite(batch["loss"]) for batch in batches)
     tasks = sorted(task for batch in batches for task in batch["tasks"])
     assert tasks == sorted(f"retail/t{number // 4}" for number in range(2 * EPISODES))
-
-
-def test_a_kept_micro_batch_can_be_computed_again(skipped):
-    folder, _ = skipped
-    for content in saved(folder, 13).values():
-        for batch in content["micro_batches"]:
-            assert sorted(batch) == [
-                *("advantages", "columns", "input_ids", "lengths", "loss", "old_logprobs"),
-                *("position_ids", "rows", "sequences", "targets", "tasks"),
-                *("trainer_logprobs", "tree", "weights"),
-            ]
-            assert batch["trainer_logprobs"] is None
-            assert len(batch["tasks"]) == len(batch["lengths"])
-            assert len(batch["weights"]) == len(batch["targets"]) == len(batch["old_logprobs"])
-            assert batch["tree"]["blocks"] and batch["position_ids"].shape[0] == 1
 
 
 def test_a_folder_that_cannot_be_written_does_not_stop_the_run(tmp_path, capsys):

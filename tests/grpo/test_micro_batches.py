@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from pipeline.grpo.micro_batches import cuts, make_micro_batches, shared_cuts
+from pipeline.grpo.micro_batches import make_micro_batches
 from scripts.proofs.grid import make_episodes, make_trajectory
 
 BOTH = pytest.mark.parametrize("padding_free", [False, True])
@@ -42,28 +42,6 @@ def test_micro_batches_hold_every_sampled_token_once_within_the_budget(layout):
     assert sorted(found) == tokens_of(items)
 
 
-def test_a_padded_row_is_a_sequence_and_padding():
-    rows = [make_trajectory([1, 2], [3, 4, 5]), make_trajectory([6], [7])]
-    (batch,) = make_micro_batches(all_ones(rows), 10, 9)
-    assert batch.input_ids.tolist() == [[1, 2, 3, 4, 5], [6, 7, 9, 9, 9]]
-    assert batch.lengths.tolist() == [5, 2]
-    assert (batch.num_tokens, batch.input_ids.numel()) == (7, 10)
-    assert batch.rows.tolist() == batch.sequences.tolist() == [0, 0, 0, 1]
-    assert batch.columns.tolist() == [1, 2, 3, 0]
-    assert batch.position_ids is None
-
-
-def test_joined_sequences_stand_in_one_row_with_positions_of_their_own():
-    rows = [make_trajectory([1, 2], [3, 4, 5]), make_trajectory([6], [7])]
-    (batch,) = make_micro_batches(all_ones(rows), 10, 9, padding_free=True)
-    assert batch.input_ids.tolist() == [[1, 2, 3, 4, 5, 6, 7]]
-    assert batch.position_ids.tolist() == [[0, 1, 2, 3, 4, 0, 1]]
-    assert batch.rows.tolist() == [0, 0, 0, 0]
-    assert batch.sequences.tolist() == [0, 0, 0, 1]
-    assert batch.columns.tolist() == [1, 2, 3, 5]
-    assert batch.targets.tolist() == [3, 4, 5, 7]
-
-
 def test_common_beginnings_are_there_once_and_their_predictions_side_by_side():
     rows = [make_trajectory([1, 2], [3, 4, 5]), make_trajectory([1, 2], [3, 7], [1, 1])]
     rows.append(make_trajectory([1, 2], [3, 4, 5], [0, 0, 1]))
@@ -79,31 +57,8 @@ def test_common_beginnings_are_there_once_and_their_predictions_side_by_side():
     assert batch.sequences.tolist() == [0, 2, 0, 2, 0, 1]
 
 
-def test_shared_cuts_count_beginnings_once_and_bound_what_attention_gathers():
-    sequences = [[1, 2, 3], [1, 2, 4], [1, 2, 4, 5, 6], [7]]
-    assert shared_cuts(sequences, 4) == [2, 3, 4]  # 3 + 1 | 5 | 1
-    assert shared_cuts(sequences, 6) == [3, 4]  # 3 + 1 + 2 | 1
-    assert shared_cuts([[1, 2]] * 20, 2) == [8, 16, 20]
-    assert shared_cuts([], 4) == []
-
-
-def test_cuts_count_padding_only_where_there_is_some():
-    lengths = [12, 5, 5, 4, 3, 3]
-    assert cuts(lengths, 10, padding_free=False) == [1, 3, 5, 6]  # 12 | 2 x 5 | 2 x 4 | 3
-    assert cuts(lengths, 10, padding_free=True) == [1, 3, 6]  # 12 | 5 + 5 | 4 + 3 + 3
-    assert cuts([], 10, padding_free=True) == []
-
-
 @BOTH
 def test_a_sequence_longer_than_the_budget_stands_alone(padding_free):
     rows = [make_trajectory([1], [2] * 20), make_trajectory([1], [2] * 3)]
     batches = make_micro_batches(all_ones(rows), 8, 0, padding_free)
     assert [batch.input_ids.shape for batch in batches] == [(1, 21), (1, 4)]
-
-
-@BOTH
-def test_episodes_that_sampled_nothing_are_left_out(padding_free):
-    rows = [make_trajectory([], []), make_trajectory([1, 2], [3]), make_trajectory([1] * 9, [])]
-    batches = make_micro_batches(all_ones(rows), 3, 0, padding_free)
-    assert [batch.targets.tolist() for batch in batches] == [[3]]
-    assert make_micro_batches(all_ones(rows[:1]), 3, 0, padding_free) == []

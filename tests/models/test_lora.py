@@ -180,7 +180,6 @@ def test_adapters_sit_on_the_layers_that_are_named(targets, layers):
     assert targets == ["all-linear"] or all(any(f".{t}." in n for t in targets) for n in names)
 
 
-@pytest.mark.parametrize("kind", ["Qwen3, tied", "Llama, untied"])
 @pytest.mark.parametrize(
     ("targets", "named"),
     [
@@ -193,9 +192,9 @@ def test_adapters_sit_on_the_layers_that_are_named(targets, layers):
         (["self_attn"], "self_attn"),
     ],
 )
-def test_a_target_that_is_no_inner_linear_layer_is_refused(kind, targets, named):
+def test_a_target_that_is_no_inner_linear_layer_is_refused(targets, named):
     says(
-        refusal(attached, MODELS[kind](), lora_target_modules=targets),
+        refusal(attached, small_model(4), lora_target_modules=targets),
         f"lora_target_modules: got {named!r}",
         "q_proj",
         "all-linear by itself",
@@ -298,7 +297,14 @@ def gap_of(model, rows, temperature):
     return float(gaps_N.max()), float(gaps_N.mean()), len(gaps_N)
 
 
-@pytest.mark.parametrize("kind", MODELS)
+# These have no part that another one has not.
+LIKE_OTHERS = ["Llama, untied", "Llama, tied", "Mistral", "Mixtral, fused experts"]
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [pytest.param(kind, marks=pytest.mark.proof if kind in LIKE_OTHERS else ()) for kind in MODELS],
+)
 def test_the_sampler_speaks_as_the_unmerged_model_whose_weights_stay(kind):
     model = attached(MODELS[kind]())
     sampler = RowSampler(model, 0, 0.8, torch.float32)
@@ -347,7 +353,7 @@ def test_in_bf16_trainer_and_sampler_share_the_base_and_multiply_by_the_fp32_ada
 # What a checkpoint holds
 
 
-KEPT = ["Qwen3, tied", "Llama, untied", "Qwen2, biases", "Qwen3-MoE, fused experts"]
+KEPT = ["Qwen3, tied", "Qwen3-MoE, fused experts"]
 
 
 def saved(kind, tmp_path):
@@ -441,10 +447,7 @@ def test_a_hub_id_is_kept_and_a_missing_base_is_refused(tmp_path):
 
 EXPRESSIONS = {
     "targets": {"target_modules": "(.*.*)*x"},
-    "what is left out": {"exclude_modules": "([a-z._0-9]+)+!"},
-    "ranks": {"rank_pattern": {"((.+)+)+!": 2}},
     "ranks of all layers": {"target_modules": "all-linear", "rank_pattern": {"((.+)+)+!": 2}},
-    "scales": {"alpha_pattern": {"q_proj": 4, "((.+)+)+!": 2}},
     "layers": {
         "target_modules": ["q_proj"],
         "layers_to_transform": [0],
@@ -453,10 +456,8 @@ EXPRESSIONS = {
     "whole modules": {"modules_to_save": ["((.+)+)+!"]},
 }
 UNREAL = {
-    "a rank": ({"r": 10**9}, "a rank above 64"),
     "a rank of some": ({"rank_pattern": {"q_proj": 10**9}}, "a rank above 64"),
     "copies of layers": ({"layer_replication": [[0, 10**9]]}, "more than 1000 layers"),
-    "many copies": ({"layer_replication": [[0, 1]] * 1001}, "more than 1000 layers"),
 }
 
 
@@ -508,8 +509,8 @@ def test_adapters_that_peft_would_lose_come_back(tmp_path):
     assert torch.allclose(logits(load_folder(path, PLAIN)), logits(model), rtol=0, atol=1e-5)
 
 
-def test_adapters_of_other_layers_are_refused(run_folder):
-    _, path = run_folder
+def test_adapters_of_other_layers_are_refused(tmp_path):
+    _, path = saved("Qwen3, tied", tmp_path)
     own = attached(
         load_folder(path.parent / "warm-start", PLAIN), lora_r=2, lora_target_modules=["q_proj"]
     )
@@ -520,8 +521,8 @@ def test_adapters_of_other_layers_are_refused(run_folder):
 
 
 @pytest.mark.parametrize(("name", "got", "held"), [("lora_r", 4, 2), ("lora_alpha", 64, 32)])
-def test_adapters_of_another_size_or_scale_are_refused(run_folder, name, got, held):
-    _, path = run_folder
+def test_adapters_of_another_size_or_scale_are_refused(tmp_path, name, got, held):
+    _, path = saved("Qwen3, tied", tmp_path)
     settings = ModelSettings(**{"lora_r": 2, "lora_alpha": 32})
     lora.check_settings(path, settings)
     other = settings.model_copy(update={name: got})

@@ -177,21 +177,6 @@ def test_greedy_takes_the_most_likely_token():
             context.append(token)
 
 
-def test_a_message_ends_at_the_end_of_turn_or_at_its_limit():
-    sampler = sampler_of(model_of("Mistral"))
-    limits = [1, 2, 3, 50] * 16
-    episodes = sampler.open([[1 + i % 15, 2] for i in range(64)], list(range(64)))
-    messages = sampler.sample(episodes, limits, until=3)
-    for message, limit in zip(messages, limits, strict=True):
-        assert 1 <= len(message.ids) <= limit
-        assert len(message.ids) == len(message.logprobs)
-        assert END not in message.ids[:-1]
-        assert message.finished == (message.ids[-1] == END)
-        assert message.finished or len(message.ids) == limit
-    assert {message.finished for message in messages} == {True, False}
-    assert sampler.sample([], []) == []
-
-
 @pytest.mark.parametrize("make", [RowSampler, GenerateSampler])
 def test_another_stop_ends_a_message_as_the_end_of_turn_does(make):
     model, stops = small_model(), (3, 5)

@@ -218,12 +218,26 @@ def test_no_malformed_call_may_be_allowed():
         (call("dance"), error("unknown tool dance")),
         (call("get_reward"), error("unknown tool get_reward")),
         (call("reset"), error("unknown tool reset")),
+        (call("__init__"), error("unknown tool __init__")),
+        (call("_payload"), error("unknown tool _payload")),
+        (call("row"), error("unknown tool row")),
         (call("look", thing="lamp"), error("wrong arguments: look takes item, times")),
         (call("wait", minutes="soon"), None),
         (call("jam"), error("paper jam")),
         (call("look", item="lamp", times=500), error("result too long")),
     ],
-    ids=["unknown", "get_reward", "reset", "wrong name", "wrong type", "raises", "too long"],
+    ids=[
+        "unknown",
+        "get_reward",
+        "reset",
+        "dunder",
+        "private",
+        "attribute",
+        "wrong name",
+        "wrong type",
+        "raises",
+        "too long",
+    ],
 )
 def test_a_call_that_fails_is_answered_with_an_error_and_the_episode_goes_on(message, answer):
     trajectory = play(message, say("done"))

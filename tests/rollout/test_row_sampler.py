@@ -9,7 +9,6 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from pipeline.models.sampling_copy import trained_weights
 from pipeline.rollout.row_sampler import RowSampler
-from pipeline.rollout.sequences import forward_passes, shared_prefixes
 from scripts.proofs.grid import small_model
 
 END = 0
@@ -127,20 +126,6 @@ def test_a_common_prefix_may_hold_a_longer_one():
         by_itself = sampler_of()
         episodes = by_itself.open([prompt], [key])
         assert all_close(by_itself.sample(episodes, [9]), [said[key]])
-
-
-def test_shared_prefixes_are_long_openings_and_not_the_first_tokens_of_two_domains():
-    one, two = tuple(range(100)), tuple(range(10)) + tuple(range(200, 290))
-    prompts = [(*one, 1), (*one, 2, 3), (*two, 1), (*two, 1, 5), (7, 8)]
-    assert shared_prefixes(prompts, 64) == [one, (*two, 1)]
-    assert shared_prefixes(prompts, 101) == [(*two, 1)]
-    assert shared_prefixes([(*one, 1)], 64) == []
-
-
-def test_lengths_are_fed_apart_where_that_saves_more_than_a_pass_costs():
-    assert forward_passes([50, 10, 10]) == [(0, 3)]  # 80 tokens of padding
-    assert forward_passes([50, 10, 10, 10, 10]) == [(0, 1), (1, 5)]
-    assert forward_passes([600, 590, 300, 290, 3]) == [(0, 2), (2, 4), (4, 5)]
 
 
 def test_weights_of_equal_type_are_shared_and_others_are_copied_when_told():
