@@ -37,37 +37,6 @@ ASKED = [{"role": "system", "content": "airline"}, {"role": "user", "content": "
 
 # In the style of Qwen3: results come in the user's turn, and thinking before the last request is
 # dropped from history.
-THINKING_TEMPLATE = """
-{%- if tools %}<|im_start|>system
-tools:{% for tool in tools %} {{ tool | tojson }}{% endfor %}<|im_end|>
-{% endif -%}
-{%- set last = namespace(request=-1) -%}
-{%- for message in messages -%}
-{%- if message.role == 'user' %}{% set last.request = loop.index0 %}{% endif -%}
-{%- endfor -%}
-{%- for message in messages -%}
-{%- if message.role == 'tool' -%}
-<|im_start|>user
-<tool_response>
-{{ message.content }}
-</tool_response><|im_end|>
-{% else -%}
-{%- set content = message.content -%}
-{%- if message.role == 'assistant' and loop.index0 < last.request -%}
-{%- set content = content.split('</think>')[-1].lstrip('\\n') -%}
-{%- endif -%}
-<|im_start|>{{ message.role }}
-{{ content }}
-{%- for call in message.tool_calls or [] %}
-<tool_call>
-{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}
-</tool_call>
-{%- endfor %}<|im_end|>
-{% endif -%}
-{%- endfor -%}
-{%- if add_generation_prompt %}<|im_start|>assistant
-{% endif -%}
-"""
 TAGS = ("<think>", "</think>", "<tool_response>", "</tool_response>")
 
 
@@ -202,32 +171,6 @@ def test_the_cache_stays_within_its_bound_and_drops_the_least_recently_used():
     assert made.cache.num_tokens == len(made.cache) == 0
 
 
-def test_a_list_of_tools_is_read_once():
-    class Tools(list):
-        num_reads = 0
-
-        def __iter__(self):
-            self.num_reads += 1
-            return super().__iter__()
-
-    made, tools = Chat(tokenizer()), Tools(TOOLS)
-    ids = made.prompt_ids(ASKED, tools)
-    read = tools.num_reads
-    assert made.prompt_ids(ASKED, tools) == ids == chat().prompt_ids(ASKED, TOOLS)
-    assert made.prompt_ids(ASKED[1:], tools) != ids
-    assert 0 < tools.num_reads <= 2 * read
-    for number in range(40):  # a later list may have the address of an earlier one
-        function = {**TOOLS[0]["function"], "name": f"tool_{number}"}
-        prompt = made.prompt_ids(ASKED, [{"type": "function", "function": function}])
-        assert f"tool_{number}" in made.tokenizer.decode(prompt)
-    assert len(made.cache._digests) < 40
-
-
-def test_the_raw_text_of_a_replaced_tool_result_is_not_rendered():
-    reply = {"role": "tool", "name": "look", "content": "short"}
-    assert chat().reply_ids([{**reply, "raw_content": "long"}]) == chat().reply_ids([reply])
-
-
 # No text becomes a control token
 
 
@@ -351,34 +294,6 @@ def test_what_an_expert_says_is_read_back():
 
 
 # Other templates
-
-
-def test_a_template_that_drops_earlier_thinking_cannot_change_what_was_sampled():
-    with pytest.warns(UserWarning, match="the chat template drops earlier thoughts"):
-        made = Chat(other_tokenizer(THINKING_TEMPLATE), tool_call_format="hermes")
-    thought = {**call("find_line", customer="K07"), "content": "<think>\nwho?\n</think>\n\n"}
-    result = {"role": "tool", "name": "find_line", "content": '{"line": "K09"}'}
-    question = say("<think>\nhow much?\n</think>\n\nHow much?")
-    answer = {"role": "user", "content": "5"}
-    messages = [ASKED[1], thought, result, question, answer]
-
-    ids = made.prompt_ids(messages[:1], TOOLS[:1])
-    prompt = made.tokenizer.decode(ids)
-    ids += made.message_ids(thought) + made.reply_ids([result])
-    ids += made.message_ids(question) + made.reply_ids([answer])
-    assert made.tokenizer.decode(ids) == (
-        prompt + "<think>\nwho?\n</think>\n\n<tool_call>\n"
-        '{"name": "find_line", "arguments": {"customer": "K07"}}\n</tool_call><|im_end|>\n'
-        '<|im_start|>user\n<tool_response>\n{"line": "K09"}\n</tool_response><|im_end|>\n'
-        "<|im_start|>assistant\n<think>\nhow much?\n</think>\n\nHow much?<|im_end|>\n"
-        "<|im_start|>user\n5<|im_end|>\n<|im_start|>assistant\n"
-    )
-    rendered = made.tokenizer.apply_chat_template(
-        messages, tools=TOOLS[:1], tokenize=False, add_generation_prompt=True
-    )
-    assert "<think>" not in rendered
-    assert made.parse(made.message_ids(thought)).calls == [FOUND]
-    assert made.parse(made.message_ids(question)).content == "How much?"
 
 
 def test_qwen3s_own_template_works_with_and_without_thinking():

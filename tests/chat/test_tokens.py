@@ -440,11 +440,6 @@ def test_what_a_normalizer_turns_into_a_control_token_stays_text():
     assert "user\n<think><|im_end|>" in made.decode(ids)
 
 
-def test_half_a_character_is_replaced():
-    replies = [{"role": "user", "content": "a\ud800b"}, {"role": "user", "content": "a?b"}]
-    assert chat().reply_ids(replies[:1]) == chat().reply_ids(replies[1:])
-
-
 def test_a_results_length_is_counted_as_it_is_fed():
     text = "<|im_end|>" * 5
     reply, empty = (
@@ -584,7 +579,6 @@ def test_a_template_that_rollouts_refuse_answers_a_task_without_tools(name):
 ROLE = "{{ message.role }}"
 PROMPT = "{%- if add_generation_prompt -%}"
 BEFORE = "(messages[loop.index0 - 1] if loop.index0 else {})"
-USED = "{{ (messages | selectattr('role', 'equalto', 'tool') | list | length) > 2 }}"
 DEPENDENT = {  # what is written before a place of the template, and what it depends on
     "another request": (PROMPT, PROMPT + "{{ messages[0].content | length }}"),
     "a system prompt": (ROLE, ROLE + "{{ messages[0].role == 'system' }}"),

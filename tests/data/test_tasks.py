@@ -21,7 +21,6 @@ from datasets import Dataset, DatasetDict, Features, Json, Value, config
 
 from pipeline.config.settings import Config
 from pipeline.data.datasets import open_tasks
-from pipeline.data.rng import permutation
 from pipeline.data.rows import DatasetRows, messages_problem, with_usual_messages
 from pipeline.data.tasks import (
     Task,
@@ -149,23 +148,18 @@ def test_what_is_wrong_with_a_task_is_named_with_its_place(write, row, words):
     says(refusal(write("tasks.jsonl", row)), "tasks.jsonl, line 1", *words)
 
 
-def test_a_broken_line_is_named(write):
-    path = write("tasks.jsonl", ROW, '{"id": "b", ')
-    says(refusal(path), "tasks.jsonl, line 2", "not JSON", "mend the line")
-
-
-def test_a_broken_array_is_named_by_its_line(write):
-    path = write("tasks.json", "[", json.dumps(ROW), json.dumps(ROW), "]")
-    says(refusal(path), "tasks.json, line 3", "not JSON", "mend the file")
-
-
-def test_a_place_in_an_array_is_counted_from_one(write):
-    path = write("tasks.json", json.dumps([ROW, {**ROW, "id": 0}]))
-    says(refusal(path), "tasks.json, task 2", "id: got 0", "give")
-
-
-def test_a_json_file_that_is_no_array_is_refused(write):
-    says(refusal(write("tasks.json", ROW)), "tasks.json", "got a dict", "one array")
+@pytest.mark.parametrize(
+    ("name", "lines", "words"),
+    [
+        ("tasks.jsonl", ["", ROW, "", {**ROW, "id": 5}], ("line 4: id: got 5", "non-empty string")),
+        ("tasks.jsonl", [ROW, '{"id": "b", '], ("line 2", "not JSON", "mend the line")),
+        ("tasks.json", ["[", ROW, ROW, "]"], ("line 3", "not JSON", "mend the file")),
+        ("tasks.json", [json.dumps([ROW, {**ROW, "id": 0}])], ("task 2", "id: got 0", "give")),
+        ("tasks.json", [ROW], ("got a dict", "one array")),
+    ],
+)
+def test_what_is_broken_is_named_by_its_line_or_its_place(write, name, lines, words):
+    says(refusal(write(name, *lines)), name, *words)
 
 
 def test_an_id_used_twice_is_refused_with_both_places(write):
@@ -221,15 +215,6 @@ def test_the_texts_of_json_lines_stay_in_the_file(tmp_path):
     assert loaded[1999] == tasks[1999]
     assert kept < 200_000  # bytes, of 8 million
     assert most < 2_000_000
-
-
-def test_rows_are_shown_once_as_they_are_checked(write):
-    shown = []
-    load_tasks(write("tasks.jsonl", ROW, {**ROW, "id": "b"}), "bank", shown.append)
-    assert [(row["id"], row["payload"]) for row in shown] == [
-        ("a", {"card": "lost"}),
-        ("b", {"card": "lost"}),
-    ]
 
 
 @pytest.mark.parametrize("change", ["altered", "shifted", "cut", "gone"])
@@ -614,23 +599,6 @@ def test_tasks_come_equally_often():
         task.id for step in range(300) for task in tasks_for_step(tasks, 4, step, "key")
     )
     assert set(counts.values()) == {100}
-
-
-def test_an_order_is_drawn_once_a_pass(monkeypatch):
-    drawn = []
-
-    def counted(count, *key):
-        drawn.append(key[-1])
-        return permutation(count, *key)
-
-    monkeypatch.setattr("pipeline.data.tasks.permutation", counted)
-    tasks = make_tasks(9)
-    for step in range(6):  # two steps of each domain, in turns, in every pass
-        for domain in ("airline", "retail"):
-            expected = permutation(9, "an order", domain, "pass", step // 2)[step % 2 * 4 :][:4]
-            found = tasks_for_step(tasks, 4, step, "an order", domain)
-            assert [task.id for task in found] == [f"t{index}" for index in expected]
-    assert drawn == [0, 0, 1, 1, 2, 2]
 
 
 # ranks

@@ -9,8 +9,6 @@ from accelerate import Accelerator
 
 from pipeline.config.settings import Config
 from pipeline.distributed.ranks import Ranks
-from pipeline.grpo.algorithm import token_weights
-from pipeline.grpo.micro_batches import make_micro_batches, with_trainer_logprobs
 from pipeline.grpo.token_logprobs import TokenLogprobs
 from pipeline.grpo.updater import Reference, Updater
 from pipeline.train import update
@@ -209,24 +207,3 @@ def test_a_step_tells_which_update_is_its_last_and_warns_of_a_gap_that_is_not_co
     assert statistics[f"{GAP}mean"] == 0.5  # of the first update, as the ratios are
     assert statistics.get(f"{RATIO}mean") == (1.0 if corrects else None)
     assert [f"{GAP}mean is 0.5" in line for line in lines] == ([] if corrects else [True])
-
-
-@pytest.mark.parametrize("layout", [(), (True,), (False, True)])
-def test_each_token_gets_its_own_logprobs_however_micro_batches_are_cut(layout):
-    """Sequences that share prefixes, in micro-batches of other sizes; a logprob tells its token."""
-    rows, advantages = episodes()
-    sequences = [(one, a) for row, a in zip(rows, advantages, strict=True) for one in row.sequences]
-    lengths = [one.num_sampled_tokens for one, _ in sequences]
-    weights = token_weights(lengths, "grpo", len(lengths), sum(lengths), 100)
-    items = [(*pair, weight) for pair, weight in zip(sequences, weights, strict=True)]
-
-    def marks(batch):
-        return batch.old_logprobs.double() + 100 * batch.targets + 10_000 * batch.weights
-
-    known = [marks(b)[b.order] for b in make_micro_batches(items, 100_000, 0, *layout)]
-    assert len(known) == 1
-    for budget in (1, 60, 200):
-        batches = make_micro_batches(items, budget, 0, *layout)
-        assert len(batches) > 2
-        for batch in with_trainer_logprobs(batches, known):
-            assert torch.equal(batch.trainer_logprobs, marks(batch))

@@ -12,7 +12,6 @@ import pytest
 import torch
 from accelerate import Accelerator
 from datasets import Dataset
-from trl import GRPOConfig, GRPOTrainer
 
 from pipeline.config.settings import Config, GRPOSettings, LossType, RolloutSettings
 from pipeline.distributed.ranks import Ranks
@@ -150,6 +149,8 @@ def settings_of(loss_type, level="token", variant="plain", **more):
 
 def make_trainer(settings, folders, episodes, rewards=REWARDS, **options):
     """TRL's trainer of our settings; its rollouts are these episodes."""
+    from trl import GRPOConfig, GRPOTrainer  # in 2 s, which other files need not wait for
+
     rows = [row for row, _ in episodes]
 
     def rollout(prompts, trainer):
@@ -237,16 +238,28 @@ def trls(settings, folders, episodes, **options):
 # Ours
 
 
-def ours(settings, episodes, budget=10_000, padding_free=False):
-    """Our loss, gradients and statistics, summed over the micro-batches."""
-    module = TokenLogprobs(new_model(), TEMPERATURE)
+def ours(settings, episodes, budget=10_000, *layout, corrects=False):
+    """Our loss, gradients and the statistics of the micro-batches.
+
+    `corrects`: the policy has moved since the trainer's log-probabilities were computed, in
+    micro-batches of another size.
+    """
+    model = new_model()
+    module = TokenLogprobs(model, TEMPERATURE)
     reference = TokenLogprobs(reference_model(), TEMPERATURE) if settings.beta > 0 else None
     lengths = [row.num_sampled_tokens for row, _ in episodes]
     weights = token_weights(lengths, settings.loss_type, len(lengths), sum(lengths), MAX_TOKENS)
     items = [(*episode, weight) for episode, weight in zip(episodes, weights, strict=True)]
-    batches = make_micro_batches(items, budget, 0, padding_free)
-    assert len(batches) == 1 if budget == 10_000 else len(batches) > 5
-    sums = {}
+    batches = make_micro_batches(items, budget, 0, *layout)
+    assert (len(batches) == 1) == (budget == 10_000)
+    if corrects:
+        first = make_micro_batches(items, 70, 0, *layout)
+        assert 1 < len(first) != len(batches)
+        with torch.no_grad():
+            known = [module(batch)[0][batch.order] for batch in first]
+        move(model)
+        batches = with_trainer_logprobs(batches, known)
+    found = []
     for batch in batches:
         assert batch.weights.dtype == batch.old_logprobs.dtype == torch.float64
         logprobs, entropy = module(batch)
@@ -255,37 +268,8 @@ def ours(settings, episodes, budget=10_000, padding_free=False):
         loss, stats = grpo_loss(logprobs, entropy, batch, settings, sum(lengths), ref_logprobs)
         assert logprobs.dtype == entropy.dtype == loss.dtype == torch.float64
         loss.backward()
-        for name, value in vars(stats).items():
-            sums[name] = sums.get(name, 0.0) + value.item()
-    return sums["loss"], gradients(module.model), sums
-
-
-def ours_corrected(settings, episodes, budget, *layout):
-    """Our loss and gradients, and the statistics of the micro-batches.
-
-    The trainer's log-probabilities are of micro-batches of another size.
-    """
-    model = new_model()
-    module = TokenLogprobs(model, TEMPERATURE)
-    reference = TokenLogprobs(reference_model(), TEMPERATURE) if settings.beta > 0 else None
-    lengths = [row.num_sampled_tokens for row, _ in episodes]
-    weights = token_weights(lengths, settings.loss_type, len(lengths), sum(lengths), MAX_TOKENS)
-    items = [(*episode, weight) for episode, weight in zip(episodes, weights, strict=True)]
-    first = make_micro_batches(items, 70, 0, *layout)
-    with torch.no_grad():
-        known = [module(batch)[0][batch.order] for batch in first]
-    move(model)
-    found, total = [], 0.0
-    for batch in with_trainer_logprobs(make_micro_batches(items, budget, 0, *layout), known):
-        logprobs, entropy = module(batch)
-        with torch.no_grad():
-            ref_logprobs = None if reference is None else reference(batch)[0]
-        loss, stats = grpo_loss(logprobs, entropy, batch, settings, sum(lengths), ref_logprobs)
-        loss.backward()
-        total += loss.item()
         found.append(stats)
-    assert 1 < len(first) != len(found)
-    return total, gradients(model), found
+    return sum(float(stats.loss) for stats in found), gradients(model), found
 
 
 def largest_difference(found, expected):
@@ -333,18 +317,18 @@ def test_the_loss_and_its_gradient_are_trls(
 ):
     settings = settings_of(loss_type, level, variant)
     expected, its_gradients, metrics = trls(settings, (tmp_path, reference_folder), episodes)
-    loss, found, sums = ours(settings, episodes)
+    loss, found, (sums,) = ours(settings, episodes)
     assert loss == pytest.approx(expected, rel=TOLERANCE)
     assert largest_difference(found, its_gradients) < TOLERANCE
     num_tokens = sum(row.num_sampled_tokens for row, _ in episodes)
-    assert sums["entropy"] / num_tokens == pytest.approx(metrics["entropy"], rel=TOLERANCE)
+    assert float(sums.entropy) / num_tokens == pytest.approx(metrics["entropy"], rel=TOLERANCE)
     if settings.beta > 0 and not settings.use_bias_correction_kl:  # TRL logs the corrected one
-        assert sums["kl"] / num_tokens == pytest.approx(metrics["kl"], rel=TOLERANCE)
+        assert float(sums.kl) / num_tokens == pytest.approx(metrics["kl"], rel=TOLERANCE)
     if variant == "entropy":  # TRL's policy loss holds the divergence, and is logged with a bonus
-        assert sums["policy_loss"] == pytest.approx(metrics["policy_loss"], rel=TOLERANCE)
+        assert float(sums.policy_loss) == pytest.approx(metrics["policy_loss"], rel=TOLERANCE)
     if level == "token" and settings.delta is None:  # TRL counts clipped sequences, and no delta
         name = "cispo_clip_ratio" if loss_type == "cispo" else "clip_ratio/region_mean"
-        assert sums["clipped"] / num_tokens == pytest.approx(metrics[name], rel=TOLERANCE)
+        assert float(sums.clipped) / num_tokens == pytest.approx(metrics[name], rel=TOLERANCE)
 
 
 @pytest.mark.parametrize(
@@ -362,7 +346,7 @@ def test_in_many_micro_batches_it_is_still_trls_of_one_batch(
 ):
     settings = settings_of(loss_type, level, "everything")
     expected, its_gradients, _ = trls(settings, (tmp_path, reference_folder), episodes)
-    loss, found, _ = ours(settings, episodes, budget=40, padding_free=padding_free)
+    loss, found, _ = ours(settings, episodes, 40, padding_free)
     assert loss == pytest.approx(expected, rel=TOLERANCE)
     assert largest_difference(found, its_gradients) < TOLERANCE
 
@@ -397,7 +381,7 @@ def test_the_corrected_loss_and_its_gradient_are_trls(
     plain, _, _ = ours(settings, episodes)
     loss, found, metrics = trls_corrected(settings, folders, episodes)
     for layout in ((40, True), (100, False, True)):
-        own, its_gradients, stats = ours_corrected(settings, episodes, *layout)
+        own, its_gradients, stats = ours(settings, episodes, *layout, corrects=True)
         assert own == pytest.approx(loss, rel=TOLERANCE)
         assert largest_difference(its_gradients, found) < TOLERANCE
         assert abs(own - plain) > 1e-3
@@ -430,7 +414,7 @@ def test_with_the_correction_the_corrected_divergence_is_still_trls(
     """Its factor is the ratio to the trainer's own policy before the step."""
     settings = corrected("grpo", "sequence_truncate", use_bias_correction_kl=True)
     loss, found, _ = trls_corrected(settings, (tmp_path, reference_folder), episodes)
-    own, its_gradients, _ = ours_corrected(settings, episodes, 40)
+    own, its_gradients, _ = ours(settings, episodes, 40, corrects=True)
     assert own == pytest.approx(loss, rel=TOLERANCE)
     assert largest_difference(its_gradients, found) < TOLERANCE
 
@@ -464,6 +448,33 @@ def test_advantages_are_trls(episodes, tmp_path, reference_folder, scale_rewards
     assert float(expected.abs().max()) > 1.0
 
 
+def two_updates(settings, folders, episodes, rows, sampler):
+    """TRL's whole `train` of two steps, and our two updates; how far these are from each other.
+
+    Both keep the trainer's log-probabilities of before the first update for the second.
+    """
+    options = {"max_steps": 2, "lr_scheduler_type": "constant", "save_strategy": "no"}
+    quiet = {"disable_tqdm": True, "logging_strategy": "no"}
+    trainer = make_trainer(settings, folders, episodes, **options, **quiet)
+    trainer.use_vllm = sampler == "vllm"
+    trainer.train()
+
+    module = TokenLogprobs(reference_model(), TEMPERATURE)
+    reference = Reference(module)
+    module.model.load_state_dict(new_model().state_dict())
+    rollout = RolloutSettings(max_tokens=MAX_TOKENS, num_generations=4, sampler=sampler)
+    config = Config(grpo=settings, rollout=rollout)
+    updater = Updater(Accelerator(cpu=True), module, Ranks(0, 1, 60.0), config, 0, reference)
+    advantages = group_advantages(torch.tensor(REWARDS), 4).tolist()
+    updates = [
+        updater.update_policy(rows, advantages, 1e-2, is_last=last) for last in (False, True)
+    ]
+    return updates, largest_difference(moved(module.model), moved(trainer.model))
+
+
+UPDATES = {"num_iterations": 2, "max_grad_norm": 0.1, "learning_rate": 1e-2}
+
+
 @pytest.mark.parametrize(
     ("loss_type", "level"),
     [
@@ -478,66 +489,33 @@ def test_advantages_are_trls(episodes, tmp_path, reference_folder, scale_rewards
 def test_two_iterations_on_stored_logprobs_are_two_steps_of_trls_training(
     episodes, tmp_path, reference_folder, loss_type, level
 ):
-    """TRL's whole `train`: rewards, advantages, stored log-probabilities, clipping, AdamW."""
-    updates = {"num_iterations": 2, "max_grad_norm": 0.1, "learning_rate": 1e-2}
-    settings = settings_of(loss_type, level, "everything", **updates)
-    options = {"max_steps": 2, "lr_scheduler_type": "constant", "save_strategy": "no"}
-    quiet = {"disable_tqdm": True, "logging_strategy": "no"}
-    folders = (tmp_path, reference_folder)
-    trainer = make_trainer(settings, folders, episodes, **options, **quiet)
-    trainer.train()
-
-    module = TokenLogprobs(reference_model(), TEMPERATURE)
-    reference = Reference(module)
-    module.model.load_state_dict(new_model().state_dict())
-    rollout = RolloutSettings(max_tokens=MAX_TOKENS, num_generations=4)
-    config = Config(grpo=settings, rollout=rollout)
-    updater = Updater(Accelerator(cpu=True), module, Ranks(0, 1, 60.0), config, 0, reference)
+    """Rewards, advantages, stored log-probabilities, clipping, AdamW."""
+    settings = settings_of(loss_type, level, "everything", **UPDATES)
     rows = [with_logprobs(row) for row, _ in episodes]
-    advantages = group_advantages(torch.tensor(REWARDS), 4).tolist()
-    first, second = (updater.update_policy(rows, advantages, 1e-2) for _ in range(2))
-
+    folders = (tmp_path, reference_folder)
+    (first, second), difference = two_updates(settings, folders, episodes, rows, "own")
+    assert difference < 1e-6
     assert first["train/clip_ratio"] == 0.0 and first["train/sampling_logp_difference_max"] < 1e-12
     assert second["train/clip_ratio"] > 0.05 and second["train/sampling_logp_difference_max"] > 0.1
     assert first["train/grad_norm"] > settings.max_grad_norm  # it is clipped
-    assert largest_difference(moved(module.model), moved(trainer.model)) < 1e-6
 
 
 @pytest.mark.parametrize("mode", ["token_truncate", "sequence_mask"])
 def test_two_corrected_iterations_are_two_steps_of_trls_training(
     episodes, tmp_path, reference_folder, mode
 ):
-    """Both keep the trainer's log-probabilities of before the first update for the second."""
-    updates = {"num_iterations": 2, "max_grad_norm": 0.1, "learning_rate": 1e-2}
-    settings = corrected("dapo", mode, **updates)
-    options = {"max_steps": 2, "lr_scheduler_type": "constant", "save_strategy": "no"}
-    quiet = {"disable_tqdm": True, "logging_strategy": "no"}
-    trainer = make_trainer(settings, (tmp_path, reference_folder), episodes, **options, **quiet)
-    trainer.use_vllm = True
-    trainer.train()
-
-    module = TokenLogprobs(reference_model(), TEMPERATURE)
-    reference = Reference(module)
-    module.model.load_state_dict(new_model().state_dict())
-    rollout = RolloutSettings(max_tokens=MAX_TOKENS, num_generations=4, sampler="vllm")
-    config = Config(grpo=settings, rollout=rollout)
-    updater = Updater(Accelerator(cpu=True), module, Ranks(0, 1, 60.0), config, 0, reference)
-    advantages = group_advantages(torch.tensor(REWARDS), 4).tolist()
-    rows = [row for row, _ in episodes]
-    first = updater.update_policy(rows, advantages, 1e-2, is_last=False)
-    second = updater.update_policy(rows, advantages, 1e-2)
-    assert largest_difference(moved(module.model), moved(trainer.model)) < 1e-6
+    settings = corrected("dapo", mode, **UPDATES)
+    rows, folders = [row for row, _ in episodes], (tmp_path, reference_folder)
+    (first, second), difference = two_updates(settings, folders, episodes, rows, "vllm")
+    assert difference < 1e-6
     assert first["train/clip_ratio"] == 0.0 and second["train/clip_ratio"] > 0.05
     low, high = CLIPS[mode.partition("_")[0]]
-    for statistics in (first, second):
-        of_correction = {n: v for n, v in statistics.items() if "sampling" in n}
-        assert of_correction == pytest.approx(
-            {n: v for n, v in first.items() if "sampling" in n}, rel=TOLERANCE
-        )
-        smallest = statistics["train/importance_sampling_ratio_min"]
-        assert smallest == (low if mode.endswith("truncate") else 0.0)
-        largest = statistics["train/importance_sampling_ratio_max"]
-        assert largest == high if mode.endswith("truncate") else largest <= high
+    of_correction = {name: value for name, value in first.items() if "sampling" in name}
+    assert {name: second[name] for name in of_correction} == pytest.approx(of_correction, TOLERANCE)
+    smallest = first["train/importance_sampling_ratio_min"]
+    assert smallest == (low if mode.endswith("truncate") else 0.0)
+    largest = first["train/importance_sampling_ratio_max"]
+    assert largest == high if mode.endswith("truncate") else largest <= high
 
 
 def moved(model):

@@ -1,7 +1,5 @@
 """The update: its steps, its statistics, its order; what ranks change is in test_invariance.py."""
 
-import copy
-
 import pytest
 import torch
 from accelerate import Accelerator, DistributedDataParallelKwargs
@@ -163,30 +161,6 @@ def test_ranks_may_have_different_numbers_of_micro_batches_and_reach_different_p
     assert one[0] < two[0]
     assert one[1:] == two[1:]
     assert one[1] != 1.0
-
-
-def go_on(how_many):
-    """Parameters after three updates, and after the last two of them by a new Updater."""
-    accelerator = Accelerator()
-    ranks = Ranks(accelerator.process_index, accelerator.num_processes, 60)
-    rows, advantages = make_episodes(8 * how_many)
-    mine = slice(8 * ranks.rank, 8 * ranks.rank + 8)
-    model, found = small_model(), []
-    updater = updater_of(model)
-    updater.update_policy(rows[mine], advantages[mine], 1e-3)
-    again, state = copy.deepcopy(model), copy.deepcopy(updater.optimizer.state_dict())
-    resumed = updater_of(again)
-    resumed.optimizer.load_state_dict(state)
-    for one, net in ((updater, model), (resumed, again)):
-        for _ in range(2):
-            one.update_policy(rows[mine], advantages[mine], 1e-3)
-        found.append(flat(net).tolist())
-    return found
-
-
-def test_a_resumed_update_adds_the_terms_of_three_ranks_up_in_the_same_order():
-    for undisturbed, resumed in play_ranks(go_on, 3, 3):
-        assert undisturbed == resumed
 
 
 def in_one_bucket(_: int = 0):

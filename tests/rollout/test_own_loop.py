@@ -399,6 +399,22 @@ def test_what_is_watched_are_the_messages_of_all_conversations():
 # Domains
 
 
+def test_a_coroutine_function_is_a_domain(tmp_path, monkeypatch):
+    (tmp_path / "plans.py").write_text(
+        "async def play(policy, task, style='short'):\n"
+        "    message = await policy.message([{'role': 'user', 'content': style}])\n"
+        "    return float(message['content'] == style)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    factory = {"factory": "plans:play", "arguments": {"style": "long"}}
+    data = {"domains": ["desk"], "environments": {"desk": factory}, "tasks": {"desk": "x.jsonl"}}
+    domain = load_domains(Config(data=data))["desk"]
+    policy = SamplerPolicy(Sampler([[say("long")]]), chat(), LIMITS)
+    rollout = Rollout(policy, chat(), {"desk": domain.environment}, LIMITS)
+    (episode,) = rollout([RolloutRequest(task=make_task(), trial=0, key=0)])
+    assert (episode.reward, episode.messages[0]["content"]) == (1.0, "long")
+
+
 @pytest.mark.parametrize(
     ("definition", "words"),
     [
