@@ -49,11 +49,6 @@ def test_one_stage_per_domain_with_earlier_ones_replayed():
     ]
 
 
-def test_without_replay_a_stage_has_its_own_domain_only():
-    stages = make_stages(config(replay=0.0), PLENTY)
-    assert [stage.groups for stage in stages] == [{"airline": 24}, {"retail": 24}, {"telecom": 24}]
-
-
 def test_a_preview_of_later_domains_takes_groups_from_the_stage():
     stages = make_stages(config(replay=0.3, preview=0.08), PLENTY)
     assert [stage.groups for stage in stages] == [
@@ -66,11 +61,6 @@ def test_a_preview_of_later_domains_takes_groups_from_the_stage():
     described = describe(stages, config(replay=0.3, preview=0.08))
     assert (described["replay"], described["preview"]) == (0.3, 0.08)
     assert describe(small, config(preview=0.08, replay=0.3))["preview"] == 0.0
-
-
-def test_the_order_of_the_domains_is_that_of_the_stages():
-    stages = make_stages(config(domains=("telecom", "airline")), PLENTY)
-    assert [stage.name for stage in stages] == ["telecom", "airline"]
 
 
 def test_stage_weights_share_out_the_steps():

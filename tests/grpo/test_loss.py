@@ -93,12 +93,6 @@ def test_between_the_clips_and_on_them_nothing_is_clipped():
     assert stats.clipped == 0.0
 
 
-def test_each_token_counts_by_its_weight():
-    loss, _, gradient = loss_of(RATIOS, ADVANTAGES, [1.0, 0.5, 0.0, 2.0, 0.25])
-    assert loss == close(1.56)  # -1.0 * 1 - 1.28 * 0.5 + 1.5 * 2 + 0.8 * 0.25
-    assert gradient == close([-1.0, 0.0, 0.0, 3.0, 0.0])
-
-
 @pytest.mark.parametrize(
     ("delta", "loss", "gradient", "clipped"),
     [
@@ -159,16 +153,6 @@ def test_each_loss_type_of_two_sequences(loss_type, loss, gradient, clipped):
 def test_the_weight_of_a_token_comes_from_counts_over_all_ranks(loss_type, expected):
     weights = token_weights([2, 4], loss_type, num_sequences=4, num_tokens=10, max_tokens=100)
     assert weights == pytest.approx(expected)
-
-
-@pytest.mark.parametrize(
-    ("loss_type", "expected"),
-    [("grpo", [1 / 6, 1 / 12]), ("dr_grpo", [1 / 300, 1 / 300]), ("dapo", [1 / 6, 1 / 6])],
-)
-def test_an_episode_without_a_sampled_token_counts_as_a_sequence(loss_type, expected):
-    weights = token_weights([2, 0, 4], loss_type, num_sequences=3, num_tokens=6, max_tokens=100)
-    assert [weights[0], weights[2]] == pytest.approx(expected)
-    assert math.isfinite(weights[1])
 
 
 def test_a_step_without_a_sampled_token_has_finite_weights():
@@ -284,21 +268,6 @@ def test_beta_adds_the_divergence_from_the_reference():
     assert stats.kl.item() == close(5 * divergence)
     # k3's derivative is 1 - exp(log 2) = -1: half a unit of beta, times 0.2
     assert gradient == close([-0.3, -0.1, -0.2, 0.2, -0.1])
-
-
-@EACH_LOSS_TYPE
-def test_the_entropy_bonus_is_the_mean_over_the_tokens_whatever_the_loss_type(loss_type):
-    first, second = token_weights([2, 3], loss_type, 2, 5, 10)
-    weights = [first] * 2 + [second] * 3
-    settings = changed(loss_type=loss_type, entropy_coef=0.1)
-    entropy = [1.0, 2.0, 3.0, 4.0, 5.0]
-    loss, stats, _ = loss_of(**TWO, weights=weights, settings=settings, entropy=entropy)
-    assert loss - stats.policy_loss.item() == close(-0.3)
-    assert stats.entropy == 15.0
-    loss, stats, _ = loss_of(
-        **TWO, weights=weights, settings=settings, entropy=entropy, num_tokens=10
-    )
-    assert loss - stats.policy_loss.item() == close(-0.15)  # other micro-batches have 5 more
 
 
 def test_a_token_of_weight_zero_is_in_no_statistic():

@@ -42,21 +42,6 @@ def test_micro_batches_hold_every_sampled_token_once_within_the_budget(layout):
     assert sorted(found) == tokens_of(items)
 
 
-def test_common_beginnings_are_there_once_and_their_predictions_side_by_side():
-    rows = [make_trajectory([1, 2], [3, 4, 5]), make_trajectory([1, 2], [3, 7], [1, 1])]
-    rows.append(make_trajectory([1, 2], [3, 4, 5], [0, 0, 1]))
-    items = [(row, 0.5, 1.0 + number) for number, row in enumerate(rows)]
-    (batch,) = make_micro_batches(items, 6, 9, share_prefixes=True)
-    assert batch.input_ids.tolist() == [[1, 2, 3, 4, 5, 7]]
-    assert batch.position_ids.tolist() == [[0, 1, 2, 3, 4, 3]]
-    assert batch.lengths.tolist() == [5, 5, 4]
-    assert batch.num_tokens == 6
-    assert batch.columns.tolist() == [1, 1, 2, 2, 3, 3]  # of the token before
-    assert batch.targets.tolist() == [3, 3, 4, 7, 5, 5]
-    assert batch.weights.tolist() == [1.0, 2.0, 1.0, 2.0, 1.0, 3.0]
-    assert batch.sequences.tolist() == [0, 2, 0, 2, 0, 1]
-
-
 @BOTH
 def test_a_sequence_longer_than_the_budget_stands_alone(padding_free):
     rows = [make_trajectory([1], [2] * 20), make_trajectory([1], [2] * 3)]

@@ -108,16 +108,6 @@ def digest_of(vocabulary):
     return hashlib.sha256(str(sorted(vocabulary.items())).encode()).hexdigest()[:16]
 
 
-def test_words_of_a_domain_of_ones_own_are_one_token_each():
-    bank = Domain(name="bank", environment=Desk, words=lambda: ["Which account?", "Zürich"])
-    made = tiny_tokenizer([bank])
-    for word in ("Which account?", "Zürich"):
-        assert tokens(word, made) == [word]
-        assert len(tokens(word)) > 1
-    assert len(made) == len(tokenizer()) + 2
-    assert tokens("cancel K07", made) == tokens("cancel K07")
-
-
 def test_any_unicode_text_survives():
     random = Random(0)
     texts = [
@@ -138,15 +128,6 @@ def test_any_unicode_text_survives():
         assert tokenizer().decode(encode(text)) == text
 
 
-def test_the_vocabulary_is_small_and_its_ids_are_consecutive():
-    vocabulary = tokenizer().get_vocab()
-    assert sorted(vocabulary.values()) == list(range(len(tokenizer())))
-    assert 800 < len(vocabulary) < 1000
-    assert tokenizer().eos_token == "<|im_end|>"
-    assert tokenizer().pad_token == "<|endoftext|>"
-    assert tokenizer().bos_token is None
-
-
 # Model
 
 
@@ -155,14 +136,6 @@ def hash_of(model):
     for name, parameter in model.named_parameters():
         digest.update(name.encode() + parameter.detach().numpy().tobytes())
     return digest.hexdigest()
-
-
-def test_the_model_has_about_half_a_million_parameters():
-    model = tiny_model(tokenizer(), 0)
-    assert 500_000 < model.num_parameters() < 600_000
-    assert model.config.model_type == "qwen3"
-    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
-    assert model.get_input_embeddings().weight is model.get_output_embeddings().weight
 
 
 def test_the_seed_makes_the_model_and_leaves_the_global_generator_alone():

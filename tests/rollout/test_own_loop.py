@@ -307,17 +307,6 @@ def test_what_a_loop_raises_ends_its_episode_alone_and_names_its_line(error, ask
     assert "(test_own_loop.py, line " in episode.error and "raise error" in episode.error
 
 
-@pytest.mark.parametrize("returned", ["1", None, float("nan")])
-def test_a_reward_that_is_no_number_is_the_loops_fault(returned):
-    async def loop(policy, task):
-        await policy.message([user("first")])
-        return returned
-
-    (episode,) = play(loop, [say("x")])
-    assert (episode.stop_reason, episode.reward) == (StopReason.ENVIRONMENT_ERROR, 0.0)
-    assert "get_reward returned" in episode.error or "TypeError" in episode.error
-
-
 @pytest.mark.parametrize(
     ("messages", "tools"),
     [
