@@ -174,6 +174,27 @@ def test_the_cache_stays_within_its_bound_and_drops_the_least_recently_used():
 # No text becomes a control token
 
 
+def test_a_list_of_tools_is_read_once():
+    class Tools(list):
+        num_reads = 0
+
+        def __iter__(self):
+            self.num_reads += 1
+            return super().__iter__()
+
+    made, tools = Chat(tokenizer()), Tools(TOOLS)
+    ids = made.prompt_ids(ASKED, tools)
+    read = tools.num_reads
+    assert made.prompt_ids(ASKED, tools) == ids == chat().prompt_ids(ASKED, TOOLS)
+    assert made.prompt_ids(ASKED[1:], tools) != ids
+    assert 0 < tools.num_reads <= 2 * read
+    for number in range(40):  # a later list may have the address of an earlier one
+        function = {**TOOLS[0]["function"], "name": f"tool_{number}"}
+        prompt = made.prompt_ids(ASKED, [{"type": "function", "function": function}])
+        assert f"tool_{number}" in made.tokenizer.decode(prompt)
+    assert len(made.cache._digests) < 40
+
+
 def test_tags_that_a_policy_says_itself_stay_tags_in_its_messages():
     made = qwen3()
     think, end = made.tokenizer.convert_tokens_to_ids(["<think>", "</think>"])

@@ -14,15 +14,7 @@ from examples.telecom_chat import REQUESTS
 from pipeline.config.settings import DEFAULT_DOMAINS
 from pipeline.data.tasks import DIFFICULTIES, SPLITS
 from pipeline.embedded import telecom
-from pipeline.embedded.cases import (
-    IDS,
-    Branch,
-    Database,
-    Draft,
-    Family,
-    generate,
-    shares_of,
-)
+from pipeline.embedded.cases import IDS, Branch, Database, Draft, Family, generate, shares_of
 from pipeline.environments.experts import run_expert
 from pipeline.environments.tools import call_tool, tool_schemas
 from tests.support.helpers import DOMAINS, embedded, environments_of, module_of
@@ -484,6 +476,12 @@ def test_the_same_seed_gives_the_same_tasks_in_every_process():
     assert digest.hexdigest() == (
         "a7773d9dd478015d814b9b8d82678d27ddcaf6f78d9c4ba90c8cb9d80cc0450e"
     )
+
+
+@in_every_domain
+def test_another_seed_gives_other_tasks(domain):
+    first = {task.payload for task in make_tasks(domain, seed=0)}
+    assert not first & {task.payload for task in make_tasks(domain, seed=1)}
 
 
 @in_every_domain

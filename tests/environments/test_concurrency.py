@@ -12,13 +12,7 @@ import pytest
 
 from pipeline.config.settings import RolloutSettings
 from pipeline.environments.calls import Calls, run
-from pipeline.environments.tools import (
-    answer_call,
-    may_wait,
-    outcome_of,
-    reply_of,
-    started,
-)
+from pipeline.environments.tools import answer_call, may_wait, outcome_of, reply_of, started
 from pipeline.rollout.rollout import RolloutRequest
 from tests.support.helpers import (
     Desk,
@@ -216,6 +210,19 @@ def test_what_does_not_wait_stays_in_the_thread_of_the_rollout():
     assert may_wait(Desk) and not may_wait(Here)
     play({"desk": Here}, [("desk", [call("look", item="lamp"), say("done")])])
     assert threads == [current_thread()]
+
+
+def test_a_user_that_answers_asynchronously_may_wait():
+    class Client:
+        async def reply(self, message):
+            return None
+
+    class Here(Desk):
+        wait = None
+
+    environment = Here()
+    environment.user = Client()
+    assert may_wait(Here, environment) and not may_wait(Here, Here())
 
 
 def test_get_reward_may_belong_to_the_instance():

@@ -310,6 +310,12 @@ def test_slots_with_all_that_an_episode_sets_are_fine(own):
 # What one's own domain gets
 
 
+def test_words_may_be_a_function(own):
+    code = BANK.replace("WORDS = (", "WORDS = lambda: (")
+    (bank,) = load_domains(own(code, "lazy_bank")).values()
+    assert "Which account?" in bank.words()
+
+
 def test_a_domain_of_ones_own_has_task_files_and_datasets(own, tmp_path):
     tasks = generated(own(), load_domains(own())["bank"], 4, "train")
     save_tasks(tasks, path := tmp_path / "bank.jsonl")

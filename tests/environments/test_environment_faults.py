@@ -258,6 +258,18 @@ def test_the_first_failure_of_each_call_is_told_at_once_with_its_line(capsys):
     ]
 
 
+def test_a_tool_whose_arguments_cannot_be_checked_is_a_tool_that_failed():
+    class Strange:
+        pass
+
+    class Typed(SyncDesk):
+        def look(self, item: Strange) -> str:
+            return "seen"
+
+    answer = run_here(answer_call, Typed(), "look", {"item": "lamp"})
+    assert answer.raised and answer.content.startswith('{"error": "Unable to generate pydantic')
+
+
 @pytest.mark.parametrize(
     ("returned", "reward", "error"),
     [
