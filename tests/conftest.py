@@ -15,6 +15,7 @@ gc.disable()  # what is imported while tests are collected stays
 # A shell starts background jobs with Ctrl-C ignored, which tests of Ctrl-C would inherit.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 os.environ.update(OMP_NUM_THREADS="1", WANDB_MODE="offline", HF_HUB_OFFLINE="1")
+os.environ["HYPOTHESIS_NO_PLUGINS"] = "1"  # those of others, which import what no test needs
 
 PR_SET_CHILD_SUBREAPER = 36
 

@@ -1,6 +1,6 @@
 """Tokens in, tokens out: what was sampled is what is trained, whatever text comes back.
 
-A thousand turns (three thousand with -m proof) are played by the real sampler and the real rollout,
+Hundreds of turns (three thousand with -m proof) are played by the real sampler and real rollout,
 in an environment whose request, results and user are texts that look like tool calls, headers and
 special tokens; then the same texts go through chat templates of many models.
 """
@@ -42,7 +42,7 @@ from tests.support.helpers import (
 )
 from tests.support.messages import refusal, says
 
-SOME, ALL = range(200, 380), range(520)  # episodes, each of which has its own random numbers
+SOME, ALL = range(200, 260), range(520)  # episodes, each of which has its own random numbers
 NUM_TURNS = 3000  # of all episodes, at least; of fewer their share
 TOLERANCE = 1e-5  # of log-probabilities, absolute
 TEMPERATURE = 0.8
@@ -385,14 +385,9 @@ def everywhere(made, text):
     ("name", "options"),
     [
         ("tiny", {}),
-        ("qwen3", {}),
         ("qwen3", {"enable_thinking": False}),
-        ("qwen3_6", {}),
-        ("qwen2_5", {}),
         ("llama3_1", {}),
-        ("lfm2_v2", {}),
         ("gemma4_v2", {}),
-        ("nemotron_3_nano", {"enable_thinking": False}),
         ("muse_glimmer", {}),
     ],
 )
@@ -402,14 +397,13 @@ def test_no_text_becomes_a_control_token(name, options):
     harmless = [tags_in(made.tokenizer, ids) for ids in everywhere(made, "harm")]
     assert all(harmless)
     draws = generator("hostile text", name)
-    for text in [*tags, *(hostile_text(draws, tags) for _ in range(40))]:
+    for text in [*tags, *TEXTS, *(hostile_text(draws, tags) for _ in range(10))]:
         if text.strip():  # some templates leave out what is blank
             assert [tags_in(made.tokenizer, i) for i in everywhere(made, text)] == harmless, text
 
 
-@pytest.mark.parametrize("name", ["qwen3_6", "muse_glimmer", "gemma4_v2"])
-def test_pieces_of_a_control_token_in_parts_of_a_message_stay_text(name):
-    made = shipped(name)
+def test_pieces_of_a_control_token_in_parts_of_a_message_stay_text():
+    made = shipped("muse_glimmer")
     for tag in tags_in(made.tokenizer, sorted(made.tokenizer.added_tokens_decoder)):
         for cut in range(1, len(tag)):
             parts = [{"type": "text", "text": text} for text in (tag[:cut], "", tag[cut:])]
@@ -444,11 +438,6 @@ def test_what_a_normalizer_turns_into_a_control_token_stays_text():
     ids = Chat(made, tool_call_format="hermes").reply_ids([{"role": "user", "content": disguised}])
     assert tags_in(made, ids) == ["<|im_start|>", "<|im_end|>", "<|im_start|>"]
     assert "user\n<think><|im_end|>" in made.decode(ids)
-
-
-def test_half_a_character_is_replaced():
-    replies = [{"role": "user", "content": "a\ud800b"}, {"role": "user", "content": "a?b"}]
-    assert chat().reply_ids(replies[:1]) == chat().reply_ids(replies[1:])
 
 
 def test_a_results_length_is_counted_as_it_is_fed():
@@ -512,9 +501,17 @@ REFUSED = {
 }
 
 
+# Of each of these families another one is tried in CI as well.
+SISTERS = [
+    *("lfm2_2_5_v2", "lfm2_2_5_vl", "llama3_2", "nemotron_3_5_lightning", "nemotron_3_super"),
+    *("nemotron_3_ultra", "qwen3_vl", "qwen3_instruct_2507", "qwen3_5_nothink", "cohere2"),
+    *("gemma3", "phi3_5", "smolvlm", "gemma4_v3", "gemma4_v4", "gemma4_v5"),
+]
+
+
 def each(reasons):
-    """Templates by what becomes of them; a variant for training of which the same becomes as of
-    the template itself is tried with -m proof.
+    """Templates by what becomes of them; sisters, and variants for training of which the same
+    becomes as of the template itself, are tried with -m proof.
     """
     return [
         pytest.param(name, marks=pytest.mark.proof if is_twin(reasons, name) else ())
@@ -523,7 +520,8 @@ def each(reasons):
 
 
 def is_twin(reasons, name):
-    return name.endswith("_training") and reasons.get(name[:-9], ...) == reasons[name]
+    is_variant = name.endswith("_training") and reasons.get(name[:-9], ...) == reasons[name]
+    return is_variant or name.removesuffix("_training") in SISTERS
 
 
 @pytest.mark.parametrize("name", each(dict.fromkeys(WORK + BLOCK)))
@@ -559,29 +557,28 @@ def test_every_shipped_template_works_or_is_refused():
             shipped(name)
 
 
-@pytest.mark.parametrize("name", WITH_TEXT)
+@pytest.mark.parametrize("name", each(dict.fromkeys(WITH_TEXT)))
 def test_tools_as_text_serve_templates_whose_own_tools_cannot(name):
     made = Chat(tokenizer_of(template_of(name)), tool_call_format="text")
     said = made.message_ids(call("book", code="007"))
     assert made.parse(said).calls == [("book", {"code": "007"})]
 
 
-def test_every_shipped_template_answers_a_task_without_tools():
+@pytest.mark.parametrize("name", each(REFUSED))
+def test_a_template_that_rollouts_refuse_answers_a_task_without_tools(name):
     """Nothing is asked of a template but a prompt and the end of the answer."""
     alone = Needs(tools=False, replies=False)
-    for path in sorted(TEMPLATES.glob("*.jinja")):
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            made = Chat(tokenizer_of(path.read_text(encoding="utf-8")), needs=alone)
-        ids = made.prompt_ids([{"role": "user", "content": "3 + 4 ="}], [])
-        assert "3 + 4 =" in made.tokenizer.decode(ids), path.stem
-        assert made.tokenizer.convert_ids_to_tokens(made.end_of_turn_id) == made.end_of_turn
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        made = Chat(tokenizer_of(template_of(name)), needs=alone)
+    ids = made.prompt_ids([{"role": "user", "content": "3 + 4 ="}], [])
+    assert "3 + 4 =" in made.tokenizer.decode(ids)
+    assert made.tokenizer.convert_ids_to_tokens(made.end_of_turn_id) == made.end_of_turn
 
 
 ROLE = "{{ message.role }}"
 PROMPT = "{%- if add_generation_prompt -%}"
 BEFORE = "(messages[loop.index0 - 1] if loop.index0 else {})"
-USED = "{{ (messages | selectattr('role', 'equalto', 'tool') | list | length) > 2 }}"
 DEPENDENT = {  # what is written before a place of the template, and what it depends on
     "another request": (PROMPT, PROMPT + "{{ messages[0].content | length }}"),
     "a system prompt": (ROLE, ROLE + "{{ messages[0].role == 'system' }}"),
@@ -758,8 +755,6 @@ def told(name, **options):
     ("name", "options"),
     [
         ("qwen3", {}),
-        ("qwen3", {"enable_thinking": True}),
-        ("qwen3_6", {}),
         ("qwen3_5_nothink", {"enable_thinking": True}),
         ("nemotron_3_nano", {}),
         ("lfm2_2_5", {}),
@@ -777,13 +772,9 @@ def test_with_thinking_on_one_warning_says_that_a_server_drops_earlier_thoughts(
     ("name", "options"),
     [
         ("qwen3", {"enable_thinking": False}),
-        ("qwen3_6", {"enable_thinking": False}),
         ("qwen3_6", {"preserve_thinking": True}),
         ("qwen3_8", {}),
-        ("qwen3_5_nothink", {}),
-        ("nemotron_3_nano", {"enable_thinking": False}),
         ("qwen2_5", {}),
-        ("llama3_1", {}),
     ],
 )
 def test_without_thinking_or_where_thoughts_are_kept_there_is_no_warning(name, options):

@@ -49,11 +49,6 @@ def test_one_stage_per_domain_with_earlier_ones_replayed():
     ]
 
 
-def test_without_replay_a_stage_has_its_own_domain_only():
-    stages = make_stages(config(replay=0.0), PLENTY)
-    assert [stage.groups for stage in stages] == [{"airline": 24}, {"retail": 24}, {"telecom": 24}]
-
-
 def test_a_preview_of_later_domains_takes_groups_from_the_stage():
     stages = make_stages(config(replay=0.3, preview=0.08), PLENTY)
     assert [stage.groups for stage in stages] == [
@@ -66,16 +61,6 @@ def test_a_preview_of_later_domains_takes_groups_from_the_stage():
     described = describe(stages, config(replay=0.3, preview=0.08))
     assert (described["replay"], described["preview"]) == (0.3, 0.08)
     assert describe(small, config(preview=0.08, replay=0.3))["preview"] == 0.0
-
-
-def test_the_order_of_the_domains_is_that_of_the_stages():
-    stages = make_stages(config(domains=("telecom", "airline")), PLENTY)
-    assert [stage.name for stage in stages] == ["telecom", "airline"]
-
-
-def test_mixed_is_one_stage_of_all_domains():
-    groups = {"airline": 8, "retail": 8, "telecom": 8}
-    assert summary(make_stages(config(curriculum="mixed"), PLENTY)) == [("mixed", groups, 0, 120)]
 
 
 def test_stage_weights_share_out_the_steps():
@@ -106,11 +91,6 @@ def test_all_steps_and_all_groups_are_handed_out(curriculum):
                 for stage in stages:
                     assert sum(stage.groups.values()) == tasks_per_step
                     assert min(stage.groups.values()) > 0
-
-
-def test_a_mixed_step_without_room_for_every_domain_is_refused():
-    with pytest.raises(UserError, match="telecom would have no group in stage mixed"):
-        make_stages(config(5, 2, curriculum="mixed"), PLENTY)
 
 
 def test_whole_numbers_follow_the_weights_by_largest_remainders():
@@ -154,21 +134,6 @@ def test_a_step_holds_the_groups_of_its_stage_each_task_once():
             assert len(set(found)) == len(found)
             counts = {d: sum(domain == d for domain, _ in found) for d in stage.groups}
             assert counts == stage.groups
-
-
-def test_the_list_does_not_depend_on_who_asks_and_changes_with_step_stage_and_seed():
-    airline, retail, _ = stages_of_24()
-    assert keys(retail, 12) == keys(retail, 12)
-    assert keys(retail, 12) != keys(retail, 13)
-    assert keys(retail, 12) != keys(retail, 12, seed=2)
-    assert keys(airline, 0) != [key for key in keys(retail, 10) if key[0] == "airline"]
-
-
-def test_every_task_of_a_domain_comes_up():
-    _, retail, _ = stages_of_24()
-    assert retail.groups == {"airline": 4, "retail": 6}
-    found = [key for step in range(10, 15) for key in keys(retail, step)]  # one pass over retail
-    assert {key for key in found if key[0] == "retail"} == {("retail", f"{n}") for n in range(30)}
 
 
 def test_replacements_are_other_tasks_of_the_same_domains_as_many_as_there_are():
@@ -277,13 +242,6 @@ def test_a_family_that_one_difficulty_lacks_is_told():
     assert notes == [
         "family_shares: telecom: the tasks (hard) have none of b; the other families get the share"
     ]
-
-
-def test_a_step_outside_the_stage_is_a_mistake_of_the_program():
-    airline, retail, _ = stages_of_24()
-    for stage, step in ((airline, 10), (retail, 9)):
-        with pytest.raises(AssertionError, match=f"step {step} is not in stage {stage.name}"):
-            keys(stage, step)
 
 
 def test_a_domain_may_come_again_and_then_the_others_are_replayed():

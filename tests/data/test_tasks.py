@@ -21,7 +21,6 @@ from datasets import Dataset, DatasetDict, Features, Json, Value, config
 
 from pipeline.config.settings import Config
 from pipeline.data.datasets import open_tasks
-from pipeline.data.rng import permutation
 from pipeline.data.rows import DatasetRows, messages_problem, with_usual_messages
 from pipeline.data.tasks import (
     Task,
@@ -32,7 +31,6 @@ from pipeline.data.tasks import (
 from pipeline.distributed.ranks import Ranks
 from pipeline.embedded.airline import AirlineEnvironment
 from pipeline.embedded.airline import generate_tasks as airline_tasks
-from pipeline.embedded.retail import generate_tasks
 from pipeline.errors import UserError
 from pipeline.preflight.task_sets import split_source
 from tests.support.helpers import embedded, save_tasks
@@ -75,13 +73,6 @@ def refusal(path) -> str:
 # a task
 
 
-def test_the_identity_of_a_task_is_its_domain_and_its_id():
-    airline = Task(domain="airline", id="1", prompt=tuple(PROMPT), payload="{}")
-    retail = Task(domain="retail", id="1", prompt=tuple(PROMPT), payload="{}")
-    assert airline.key == ("airline", "1")
-    assert airline.key != retail.key
-
-
 def test_a_task_cannot_be_altered_by_itself_or_through_its_row():
     prompt = [{"role": "user", "content": "x", "tool_calls": [{"arguments": {"a": 1}}]}]
     task = Task(domain="bank", id="1", prompt=tuple(prompt), payload='{"b": 2}')
@@ -114,17 +105,6 @@ def test_an_array_is_read_under_either_name(write):
 def test_a_payload_may_be_json_text_and_is_kept_as_it_is(write):
     path = write("tasks.jsonl", {**ROW, "payload": '{ "b": 1,  "a": 2 }'})
     assert load_tasks(path, "bank")[0].payload == '{ "b": 1,  "a": 2 }'
-
-
-def test_a_payload_may_be_missing(write):
-    path = write("tasks.jsonl", {"id": "a", "prompt": PROMPT})
-    assert load_tasks(path, "bank")[0].payload == "{}"
-
-
-def test_saved_tasks_are_read_back_equal(tmp_path):
-    tasks = generate_tasks(3, 40, "train", "hard")
-    save_tasks(tasks, tmp_path / "retail.jsonl")
-    assert list(load_tasks(tmp_path / "retail.jsonl", "retail")) == tasks
 
 
 def test_any_text_survives_saving(tmp_path):
@@ -168,28 +148,18 @@ def test_what_is_wrong_with_a_task_is_named_with_its_place(write, row, words):
     says(refusal(write("tasks.jsonl", row)), "tasks.jsonl, line 1", *words)
 
 
-def test_the_line_is_counted_with_blank_lines(write):
-    path = write("tasks.jsonl", "", ROW, "", {**ROW, "id": 5})
-    says(refusal(path), "tasks.jsonl, line 4: id: got 5", "give a non-empty string")
-
-
-def test_a_broken_line_is_named(write):
-    path = write("tasks.jsonl", ROW, '{"id": "b", ')
-    says(refusal(path), "tasks.jsonl, line 2", "not JSON", "mend the line")
-
-
-def test_a_broken_array_is_named_by_its_line(write):
-    path = write("tasks.json", "[", json.dumps(ROW), json.dumps(ROW), "]")
-    says(refusal(path), "tasks.json, line 3", "not JSON", "mend the file")
-
-
-def test_a_place_in_an_array_is_counted_from_one(write):
-    path = write("tasks.json", json.dumps([ROW, {**ROW, "id": 0}]))
-    says(refusal(path), "tasks.json, task 2", "id: got 0", "give")
-
-
-def test_a_json_file_that_is_no_array_is_refused(write):
-    says(refusal(write("tasks.json", ROW)), "tasks.json", "got a dict", "one array")
+@pytest.mark.parametrize(
+    ("name", "lines", "words"),
+    [
+        ("tasks.jsonl", ["", ROW, "", {**ROW, "id": 5}], ("line 4: id: got 5", "non-empty string")),
+        ("tasks.jsonl", [ROW, '{"id": "b", '], ("line 2", "not JSON", "mend the line")),
+        ("tasks.json", ["[", ROW, ROW, "]"], ("line 3", "not JSON", "mend the file")),
+        ("tasks.json", [json.dumps([ROW, {**ROW, "id": 0}])], ("task 2", "id: got 0", "give")),
+        ("tasks.json", [ROW], ("got a dict", "one array")),
+    ],
+)
+def test_what_is_broken_is_named_by_its_line_or_its_place(write, name, lines, words):
+    says(refusal(write(name, *lines)), name, *words)
 
 
 def test_an_id_used_twice_is_refused_with_both_places(write):
@@ -245,15 +215,6 @@ def test_the_texts_of_json_lines_stay_in_the_file(tmp_path):
     assert loaded[1999] == tasks[1999]
     assert kept < 200_000  # bytes, of 8 million
     assert most < 2_000_000
-
-
-def test_rows_are_shown_once_as_they_are_checked(write):
-    shown = []
-    load_tasks(write("tasks.jsonl", ROW, {**ROW, "id": "b"}), "bank", shown.append)
-    assert [(row["id"], row["payload"]) for row in shown] == [
-        ("a", {"card": "lost"}),
-        ("b", {"card": "lost"}),
-    ]
 
 
 @pytest.mark.parametrize("change", ["altered", "shifted", "cut", "gone"])
@@ -638,43 +599,6 @@ def test_tasks_come_equally_often():
         task.id for step in range(300) for task in tasks_for_step(tasks, 4, step, "key")
     )
     assert set(counts.values()) == {100}
-
-
-def test_a_step_takes_from_any_sized_and_indexed_source():
-    class Numbered:
-        def __len__(self):
-            return 1000
-
-        def __getitem__(self, index):
-            return make_tasks(1)[0].__class__(
-                domain="bank", id=str(index), prompt=tuple(PROMPT), payload="{}"
-            )
-
-    ids = [task.id for task in tasks_for_step(Numbered(), 5, 0, "key")]
-    assert len(set(ids)) == 5
-    assert all(0 <= int(number) < 1000 for number in ids)
-
-
-def test_an_order_is_drawn_once_a_pass(monkeypatch):
-    drawn = []
-
-    def counted(count, *key):
-        drawn.append(key[-1])
-        return permutation(count, *key)
-
-    monkeypatch.setattr("pipeline.data.tasks.permutation", counted)
-    tasks = make_tasks(9)
-    for step in range(6):  # two steps of each domain, in turns, in every pass
-        for domain in ("airline", "retail"):
-            expected = permutation(9, "an order", domain, "pass", step // 2)[step % 2 * 4 :][:4]
-            found = tasks_for_step(tasks, 4, step, "an order", domain)
-            assert [task.id for task in found] == [f"t{index}" for index in expected]
-    assert drawn == [0, 0, 1, 1, 2, 2]
-
-
-def test_more_tasks_than_there_are_cannot_be_asked():
-    with pytest.raises(AssertionError, match="a step of 3 tasks cannot come from 2"):
-        tasks_for_step(make_tasks(2), 3, 0)
 
 
 # ranks

@@ -6,11 +6,10 @@ from statistics import fmean
 
 import pytest
 
-from pipeline.embedded import telecom
 from pipeline.environments.tools import call_tool, tool_schemas
 from pipeline.evaluation.baselines import baselines
 from tests.support.helpers import DOMAINS, embedded, module_of
-from tests.support.unread import most_solved, unread, unread_by_family
+from tests.support.unread import unread, unread_by_family
 
 
 @pytest.mark.parametrize("domain", DOMAINS)
@@ -20,27 +19,6 @@ def test_policies_that_never_look_earn_next_to_nothing_in_the_embedded_domains(d
     assert baselines(domains, {domain: tasks})[domain] == {"nothing": 0.0}
     alike, by_family = (best(domains[domain], tasks) for best in (unread, unread_by_family))
     assert alike <= by_family < 0.5
-
-
-def test_asking_and_the_named_remedy_is_the_best_policy_for_telecom_that_does_not_read_the_line():
-    tasks = telecom.generate_tasks(1, 120, "test", "medium")
-    rewards = []
-    for task in tasks:
-        environment = telecom.TelecomEnvironment()
-        environment.reset(**task.row())
-        line = json.loads(task.payload)["goal"]["record"]
-        call_tool(environment, "get_line", {"line": line})
-        fault = json.loads(call_tool(environment, "ask_user", {"action": "check"}))["fault"]
-        call_tool(environment, "ask_user", {"action": telecom.REMEDIES[fault]})
-        environment.final_message = "Done."
-        rewards.append(environment.get_reward())
-    assert unread(embedded("telecom")["telecom"], tasks) == fmean(rewards) == 45 / 120
-
-
-@pytest.mark.proof
-def test_of_more_tasks_it_solves_as_large_a_share():
-    more = telecom.generate_tasks(1, 400, "test", "medium")
-    assert unread(embedded("telecom")["telecom"], more) >= 0.377
 
 
 @pytest.mark.parametrize("domain", DOMAINS)
@@ -77,19 +55,3 @@ def blindly(environment, task, lookups, tool, arguments):
     call_tool(environment, tool, right)
     environment.final_message = f"Done. {' '.join(right.values())}"
     return environment.get_reward()
-
-
-def test_a_policy_chooses_each_step_by_what_came_of_those_before():
-    look, ask = ("look", ""), ("ask", "sick")
-    traces = [
-        (look, ask, ("cancel", "")),
-        (look, ("ask", "plans"), ("transfer", "")),
-        (look, ask, ("refund", "")),
-        (look, ("cancel", "")),
-        (look, ("cancel", "")),
-        (look,),
-    ]
-    assert most_solved(traces) == 2
-    assert most_solved(traces[:4]) == 2  # ask; sick: cancel; plans: transfer
-    assert most_solved([*traces, (look, ask, ("cancel", ""))]) == 3
-    assert most_solved([]) == 0

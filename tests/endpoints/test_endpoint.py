@@ -65,12 +65,6 @@ def test_model_temperature_seed_tools_and_key_arrive(server):
     assert "tools" not in server.bodies[1] and "" in server.keys
 
 
-def test_calls_of_tools_are_read(server):
-    server.answer = lambda body: calling("look", item="lamp")
-    (call,) = Client(server.url)(*TOOLS)["tool_calls"]
-    assert call["function"] == {"name": "look", "arguments": '{"item": "lamp"}'}
-
-
 @pytest.mark.parametrize("fault", [429, 500, 503, 408, "drop", "gzip"])
 def test_an_attempt_that_fails_is_repeated_and_not_paid(server, fault, pauses):
     server.faults = [fault] * 4

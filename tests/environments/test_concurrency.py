@@ -6,20 +6,13 @@ barrier then breaks, and the test fails.
 
 import asyncio
 from functools import partial
-from threading import Barrier, Event, active_count, current_thread
+from threading import Barrier, active_count, current_thread
 
 import pytest
 
 from pipeline.config.settings import RolloutSettings
 from pipeline.environments.calls import Calls, run
-from pipeline.environments.tools import (
-    answer_call,
-    may_wait,
-    outcome_of,
-    reply_of,
-    settled,
-    started,
-)
+from pipeline.environments.tools import answer_call, may_wait, outcome_of, reply_of, started
 from pipeline.rollout.rollout import RolloutRequest
 from tests.support.helpers import (
     Desk,
@@ -43,22 +36,6 @@ def play(environments, scripts):
         for n, (domain, _) in enumerate(scripts)
     ]
     return rollout_of(sampler, chat(), environments, LIMITS)(requests)
-
-
-def test_async_tools_of_several_episodes_run_at_the_same_time():
-    meeting = asyncio.Barrier(3)
-
-    class Remote(Desk):
-        async def meet(self) -> str:
-            """Meet the others."""
-            async with asyncio.timeout(TIMEOUT_S):
-                await meeting.wait()
-            return "met"
-
-    scripts = [[call("meet"), say("done")] for _ in range(3)] + [[say("done")]]
-    trajectories = play({"desk": Remote}, [("desk", script) for script in scripts])
-    assert [t.messages[3]["content"] for t in trajectories[:3]] == ["met"] * 3
-    assert [t.reward for t in trajectories] == [1.0] * 4
 
 
 def test_coroutines_that_wait_hold_no_thread():
@@ -138,33 +115,6 @@ def test_every_call_of_a_class_that_says_it_is_concurrent_runs_beside_others():
     assert not any(t.error for t in trajectories)
     assert not any(barrier.broken for barrier in barriers.values())
     assert threads and current_thread() not in threads
-
-
-def test_other_episodes_go_on_while_one_waits():
-    told = Event()
-
-    class Slow(Desk):
-        concurrent = True
-
-        def listen(self) -> str:
-            """Wait until another episode tells."""
-            return "heard" if told.wait(TIMEOUT_S) else "nothing came"
-
-    class Quick(Desk):
-        wait = None  # Desk's async tool
-
-        def tell(self) -> str:
-            """Tell the other episode."""
-            told.set()
-            return "told"
-
-    scripts = [
-        ("slow", [call("listen"), say("done")]),
-        ("quick", [call("look", item="lamp"), call("tell"), say("done")]),
-    ]
-    slow, quick = play({"slow": Slow, "quick": Quick}, scripts)
-    assert slow.messages[3]["content"] == "heard"
-    assert quick.messages[5]["content"] == "told"
 
 
 @pytest.mark.parametrize("blocks", [False, True], ids=["coroutines", "threads"])
@@ -273,14 +223,6 @@ def test_a_user_that_answers_asynchronously_may_wait():
     environment = Here()
     environment.user = Client()
     assert may_wait(Here, environment) and not may_wait(Here, Here())
-
-
-def test_async_calls_share_one_event_loop():
-    async def loop():
-        return asyncio.get_running_loop()
-
-    assert settled(loop()) is settled(loop())
-    assert settled("text") == "text"
 
 
 def test_get_reward_may_belong_to_the_instance():

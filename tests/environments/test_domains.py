@@ -1,8 +1,6 @@
 """Domains: an embedded one and one's own are resolved alike, and serve wherever they offer it."""
 
-import ast
 import json
-import subprocess
 import sys
 from pathlib import Path
 
@@ -24,7 +22,6 @@ from pipeline.models.tiny import tiny_model, tiny_tokenizer
 from pipeline.preflight.prepare import prepare
 from pipeline.sft import IGNORED, encode, fine_tune, sft_examples, warm_start_schedule
 from scripts.proofs.ranks import play_ranks
-from tests.support import ROOT
 from tests.support.helpers import embedded, save_tasks, tokenizer
 from tests.support.messages import says
 
@@ -271,55 +268,6 @@ def test_shares_of_a_module_for_families_without_tasks_are_a_note(own):
 # Who asks what is embedded
 
 
-def test_one_place_asks_whether_a_domain_is_embedded():
-    """The check of the settings, which keeps the names; the settings join the import strings."""
-    places = []
-    for path in sorted((ROOT / "pipeline").rglob("*.py")):
-        name = str(path.relative_to(ROOT / "pipeline"))
-        for where, node in inside_functions(ast.parse(path.read_text(encoding="utf-8"))):
-            if mentions_embedded(node) and not name.startswith("embedded/"):
-                places.append((name, where))
-    rules, settings = "config/rules.py", "config/settings.py"
-    assert places == [
-        (rules, ""),
-        (rules, "_environments"),
-        *[(settings, "")] * (1 + len(EMBEDDED_DOMAINS)),  # the table itself
-        (settings, "own_domains"),
-        (settings, "factories"),
-        (settings, "generated_domains"),
-    ]
-
-
-def inside_functions(tree, where=""):
-    """Every node, with the name of the function that it stands in."""
-    for node in ast.iter_child_nodes(tree):
-        is_function = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
-        yield where, node
-        yield from inside_functions(node, node.name if is_function else where)
-
-
-def mentions_embedded(node) -> bool:
-    """The table, the embedded room as import or import string, or the class of its environments."""
-    named = (getattr(node, field, None) for field in ("id", "attr", "module", "name", "value"))
-    texts = [text for text in named if isinstance(text, str)]
-    return any(
-        text in ("EMBEDDED_DOMAINS", "CaseEnvironment") or text.startswith("pipeline.embedded")
-        for text in texts
-    )
-
-
-def test_domains_are_imported_without_torch():
-    modules = ", ".join(target.partition(":")[0] for target in EMBEDDED_DOMAINS.values())
-    program = (
-        f"import sys, pipeline.environments, scripts.bench.trl_adapter, {modules}\n"
-        "print({'torch', 'transformers', 'trl'} & set(sys.modules))"
-    )
-    printed = subprocess.run(
-        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True
-    ).stdout
-    assert printed == "set()\n"
-
-
 # Resolved alike
 
 
@@ -359,13 +307,13 @@ def test_slots_with_all_that_an_episode_sets_are_fine(own):
     prepare(own(BANK.replace(CLASS, f"{CLASS}\n    __slots__ = {names}"), "slotted_bank"))
 
 
+# What one's own domain gets
+
+
 def test_words_may_be_a_function(own):
     code = BANK.replace("WORDS = (", "WORDS = lambda: (")
     (bank,) = load_domains(own(code, "lazy_bank")).values()
     assert "Which account?" in bank.words()
-
-
-# What one's own domain gets
 
 
 def test_a_domain_of_ones_own_has_task_files_and_datasets(own, tmp_path):

@@ -11,7 +11,6 @@ import re
 import sys
 import threading
 from collections import deque
-from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import date, datetime, time, timedelta
 from decimal import Decimal
@@ -27,7 +26,7 @@ from PIL import Image
 from pydantic import BaseModel
 
 from pipeline.config.settings import RolloutSettings
-from pipeline.environments import calls, tools
+from pipeline.environments import tools
 from pipeline.environments.tools import Outage, ToolError, answer_call, run_here
 from pipeline.rollout.rollout import RolloutRequest
 from pipeline.rollout.trajectory import StopReason
@@ -516,26 +515,6 @@ def test_each_call_and_each_pass_is_told_beforehand():
     ]
 
 
-def test_waiting_for_the_background_is_told_as_well():
-    told = []
-
-    class Beside(SyncDesk):
-        concurrent = True
-
-    scripts = [("desk", {}, [call("look", item="lamp"), say("done")])] * 2
-    play({"desk": Beside}, scripts, on_progress=lambda key: told.append((key, current_is_main())))
-    assert {is_main for _, is_main in told} == {True}
-    keys = [key for key, _ in told]
-    assert keys[0] in ("desk/t0", "desk/t1")
-    # Of each episode: its reset, a look, a reply, its final message and the reward.
-    assert keys.count("desk/t0") == keys.count("desk/t1") == 5
-    assert keys.count("") >= 2
-
-
-def current_is_main():
-    return threading.current_thread() is threading.main_thread()
-
-
 def test_a_rollout_whose_episodes_all_wait_tells_so_and_can_be_stopped(monkeypatch):
     monkeypatch.setattr("pipeline.rollout.rollout.TICK_S", 0.01)
     told, waiting = [], threading.Event()
@@ -674,38 +653,6 @@ def test_a_coroutine_that_cancels_all_others_is_a_failure_that_is_told(place):
         told = [m["content"] for m in trajectory.messages if m["role"] == "tool"]
         is_hit = "CancelledError" in trajectory.error + "".join(told)
         assert is_hit or trajectory.stop_reason is StopReason.COMPLETED
-
-
-@pytest.mark.filterwarnings("ignore:coroutine 'Canceller.reset' was never awaited")
-def test_a_call_that_is_cancelled_before_it_starts_is_a_failure(monkeypatch):
-    """As another coroutine of the same turn of the event loop may do."""
-
-    def cancelled(coroutine):
-        coroutine.close()
-        future = Future()
-        future.cancel()
-        return future
-
-    monkeypatch.setattr(calls.environment_loop, "run", cancelled)
-    trajectory = play_one(Canceller, say("done"))
-    assert (trajectory.stop_reason, trajectory.left_out) == (StopReason.ENVIRONMENT_ERROR, "reset")
-    assert trajectory.error.startswith("CancelledError: code that shares its event loop ")
-
-
-@pytest.mark.parametrize(
-    "error", [KeyboardInterrupt, SystemExit, asyncio.CancelledError, GeneratorExit]
-)
-def test_what_a_coroutine_raises_ends_its_episode_alone(error):
-    class Raises(Canceller):
-        async def get_reward(self):
-            if self._payload.get("cancels"):
-                raise error("mine")
-            return Desk.get_reward(self)
-
-    scripts = [("desk", {"cancels": "x"} if n == 1 else {}, [say("done")]) for n in range(3)]
-    first, own, last = play({"desk": Raises}, scripts)
-    assert {first.stop_reason, last.stop_reason} == {StopReason.COMPLETED}
-    assert own.error.startswith(f"{error.__name__}: mine (test_environment_faults.py, line ")
 
 
 # What tools return

@@ -6,22 +6,19 @@ from typing import Any, ClassVar
 
 import pytest
 
-from pipeline.config.settings import DataSettings
+from pipeline.config.settings import Config
 from pipeline.environments import Domain, load_domains
 from pipeline.environments.experts import run_expert
 from pipeline.environments.tools import (
-    call_tool,
     is_done,
     tool_methods,
     tool_schemas,
 )
 from pipeline.environments.trials import try_task
-from pipeline.errors import UserError
 from pipeline.evaluation.baselines import baselines
 from pipeline.preflight.task_sets import undocumented
 from pipeline.rollout.rollout import RolloutRequest
 from pipeline.rollout.trajectory import StopReason
-from scripts.bench.trl_adapter import factories
 from tests.rollout.test_rollout import LIMITS
 from tests.support import trl_forms
 from tests.support.helpers import (
@@ -116,8 +113,8 @@ def test_schemas_that_no_model_could_get_are_refused_in_one_line(schemas, proble
 
     Wrong.schemas = schemas
     monkeypatch.setattr(trl_forms, "Wrong", Wrong, raising=False)
-    settings = DataSettings(domains=["desk"], environments={"desk": f"{trl_forms.__name__}:Wrong"})
-    said = refusal(load_domains, settings)
+    data = {"domains": ["desk"], "environments": {"desk": f"{trl_forms.__name__}:Wrong"}}
+    said = refusal(load_domains, Config(data=data))
     pattern = ".*".join(map(re.escape, problem.split(".*")))
     assert re.search(rf"^environments: desk: got '[^']*', .*{pattern}", said), said
 
@@ -141,16 +138,6 @@ def test_an_exception_of_the_call_is_shown_to_the_model():
     trajectory = play(call("fail"), say("bye"))
     assert answers(trajectory) == [json.dumps({"error": "no money"})]
     assert (trajectory.num_tool_errors, trajectory.tools) == (1, {"unknown": [1, 1]})
-
-
-def test_a_result_that_is_no_pair_is_an_error_of_the_tool():
-    class Wrong(Counter):
-        def call(self, name, arguments):
-            return 3
-
-    environment = Wrong()
-    environment.reset()
-    assert "error" in json.loads(call_tool(environment, "pay", {}))
 
 
 def test_a_tool_called_done_ends_the_episode_only_when_it_is_called():
@@ -195,11 +182,6 @@ def test_the_reward_is_asked_with_the_stop_reason(messages, reason):
     trajectory = play(*messages, limits=LIMITS.model_copy(update={"max_malformed_calls": 0}))
     assert trajectory.stop_reason == reason
     assert next(iter(trajectory.reward_breakdown)) == reason
-
-
-def test_trl_cannot_make_raw_calls():
-    with pytest.raises(UserError, match="takes raw calls"):
-        factories({"desk": Counter})
 
 
 def roles_of(environment):

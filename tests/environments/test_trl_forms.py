@@ -8,7 +8,6 @@ from collections import defaultdict
 from functools import cache, cached_property, partial, partialmethod, singledispatchmethod, wraps
 from typing import Any
 
-import numpy as np
 import pytest
 from datasets import Dataset
 
@@ -211,26 +210,6 @@ def test_long_texts_of_reset_are_measured_before_a_run():
 
 
 # Parts
-
-
-def test_random_numbers_belong_to_the_task():
-    random.seed(1)
-    np.random.seed(1)
-    outside = random.random(), np.random.random()
-    random.seed(1)
-    np.random.seed(1)
-    state, other = RandomState(make_task("a")), RandomState(make_task("b"))
-    drawn = []
-    for _ in range(2):
-        with state:
-            drawn.append((random.random(), np.random.random()))
-        with other:
-            drawn.append((random.random(), np.random.random()))
-    assert (random.random(), np.random.random()) == outside
-    assert len(set(drawn)) == 4  # the second use goes on after the first
-    with RandomState(make_task("a")):
-        again = [(random.random(), np.random.random()) for _ in range(2)]
-    assert again == drawn[::2]
 
 
 def test_reset_gets_the_columns_that_it_takes():

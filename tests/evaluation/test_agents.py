@@ -165,11 +165,6 @@ def test_a_message_that_is_cut_off_ends_the_episode(tmp_path, content, kept):
     assert len(bodies) == 1
 
 
-def test_an_empty_message_is_the_agents_answer(tmp_path):
-    (trajectory,), _ = play(None, tmp_path, faults=[body_of({"content": None})])
-    assert (trajectory.stop_reason, trajectory.reward) == (StopReason.COMPLETED, 0.0)
-
-
 def test_a_conversation_that_the_endpoint_refuses_has_failed_and_others_go_on(tmp_path, capsys):
     def answer(body):
         if len(body["messages"]) == 2:

@@ -290,20 +290,6 @@ def shares_of(**counts):
     return shares
 
 
-def test_the_commonest_error_is_named_with_its_first_task():
-    shares = shares_of(retail=(4, 3))
-    tasks = [
-        make_trajectory(domain="retail", task_id="t15", **FAILED),
-        make_trajectory(domain="retail", task_id="t16", **{**FAILED, "error": "OSError: down"}),
-        make_trajectory(domain="retail", task_id="t17", **FAILED),
-        make_trajectory(domain="retail", task_id="t18"),
-    ]
-    with pytest.raises(RuntimeError) as raised:
-        stop_on_errors(ALONE, shares, limits(0.5, 2), tasks, "in the evaluation after start")
-    said = "start; the commonest error, first of retail/t15: KeyError: 'x'; mend"
-    assert said in str(raised.value)
-
-
 @pytest.mark.parametrize(
     ("counts", "limit", "stops"),
     [

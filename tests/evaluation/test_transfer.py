@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from pipeline.evaluation.transfer import (
-    RESAMPLES,
     area_under_curve,
     column_metrics,
     differences,
@@ -109,27 +108,12 @@ def test_pass_estimators_equal_the_enumeration_of_all_draws(num_trials):
             )
 
 
-def test_the_first_sample_is_the_number_itself():
-    totals = np.random.default_rng(0).random((2, 3, 50))
-    samples = resampled(totals, np.ones_like(totals), "desk")
-    assert samples.shape == (RESAMPLES + 1, 3)
-    assert samples[0] == pytest.approx(totals.mean(axis=(0, 2)))
-
-
 def test_the_interval_of_a_mean_is_that_of_the_normal_approximation():
     totals = np.random.default_rng(1).random((1, 1, 400))
     value, low, high = estimate(resampled(totals, np.ones_like(totals), "desk")[:, 0])
     half = 1.96 * totals.std() / 20
     assert value - low == pytest.approx(half, rel=0.1)
     assert high - value == pytest.approx(half, rel=0.1)
-
-
-def test_points_are_compared_in_pairs_so_that_equal_ones_have_no_difference():
-    totals = np.random.default_rng(2).random((1, 1, 60)).repeat(2, axis=1)
-    samples = resampled(totals, np.ones_like(totals), "desk")
-    assert estimate(samples[:, 1] - samples[:, 0]) == [0, 0, 0]
-    _, low, high = estimate(samples[:, 0])
-    assert high - low > 0.1
 
 
 def test_seeds_that_disagree_widen_the_interval():

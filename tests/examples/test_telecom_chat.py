@@ -6,12 +6,8 @@ import pytest
 
 from examples import telecom_chat
 from examples.telecom_chat import REQUESTS, WORDINGS, TelecomChatEnvironment, asked_for
-from pipeline.config.cli import parse
 from pipeline.embedded import telecom
-from pipeline.environments.experts import run_expert
 from pipeline.environments.tools import call_tool
-from pipeline.preflight.prepare import prepare
-from tests.support.helpers import save_tasks
 
 
 def tasks(count=120, split="train", difficulty="medium"):
@@ -160,16 +156,6 @@ def test_the_question_about_the_amount_is_answered_once():
 # The reward
 
 
-@pytest.mark.parametrize("difficulty", ["easy", "medium", "hard"])
-def test_the_expert_speaks_and_earns_everything(difficulty):
-    """On every branch; what it asks for in words are actions of telecom's `ask_user`."""
-    for task in tasks(150, difficulty=difficulty):
-        messages, reward = run_expert(TelecomChatEnvironment(), telecom_chat.expert, task)
-        theirs, _ = run_expert(telecom.TelecomEnvironment(), telecom.expert, task)
-        assert reward == 1.0, messages
-        assert len(messages) == len(theirs)
-
-
 def test_asking_for_all_remedies_at_once_earns_nothing():
     task = task_of("check")
     environment = started(task)
@@ -180,16 +166,3 @@ def test_asking_for_all_remedies_at_once_earns_nothing():
 
 
 # A run
-
-
-def test_a_run_takes_the_domain_by_its_class_with_its_words_and_its_task_file(tmp_path):
-    save_tasks(tasks(6), tmp_path / "tasks.jsonl")
-    words = ["--domains", "airline,telecom_chat", "--tasks-per-domain", "6"]
-    words += ["--environments", "{telecom_chat: examples.telecom_chat:TelecomChatEnvironment}"]
-    words += ["--tasks", f"{{telecom_chat: {tmp_path / 'tasks.jsonl'}}}"]
-    parts = prepare(parse([*words, "--eval-tasks-per-domain", "3", "--validation-tasks", "3"]))
-    assert list(parts.environments) == ["airline", "telecom_chat"]
-    assert parts.environments["telecom_chat"] is TelecomChatEnvironment
-    assert list(parts.train["telecom_chat"]) == tasks(6)
-    said = parts.tokenizer("Please check your phone.", add_special_tokens=False)["input_ids"]
-    assert len(said) == 1

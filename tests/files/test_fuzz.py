@@ -339,16 +339,6 @@ def test_a_response_template_reads_what_it_read_before_its_marks_remembered(name
     )
 
 
-@fuzz
-@given(made_of(*SAID, "<|endoftext|>", "\u29d8", "0", "\u29d9", "\ue000stub\ue001"))
-def test_no_text_of_a_task_becomes_a_control_token(text):
-    def num_control(content: str) -> int:
-        messages = [{"role": "system", "content": "desk"}, {"role": "user", "content": content}]
-        return sum(i in tokenizer().added_tokens_decoder for i in chat().prompt_ids(messages, []))
-
-    assert num_control(text) == num_control("hello")
-
-
 # Time and memory
 
 SIZE = 100_000
@@ -357,6 +347,16 @@ REPEATED = (
     *("</think>", "a", " ", "\n", "[", "{", '{"a":', '"', "\\", "9", "<|im_end|>", "\u29d8"),
     *("<tool_call>\n<function=a>", "<parameter=a>", ", a", ", a(", "a=[[", "<|tool_call>call:a{"),
 )
+
+
+IN_CI = ("<tool_call>", "<think>", "a", "{", "<|im_end|>", ", a(")
+
+
+def proofs(*values: Any) -> list[Any]:
+    return [pytest.param(value, marks=pytest.mark.proof) for value in values]
+
+
+EACH_PIECE = pytest.mark.parametrize("piece", [*IN_CI, *proofs(*sorted({*REPEATED} - {*IN_CI}))])
 
 
 def cpu_s(call: Callable[[str], Any], text: str) -> float:
@@ -396,24 +396,25 @@ def quietly(call: Callable[[str], Any]) -> Callable[[str], None]:
 
 
 @pytest.mark.parametrize("before", ["", "<tool_call>", "<think>", "<tool_call>\n<function=a>"])
-@pytest.mark.parametrize("piece", REPEATED)
+@EACH_PIECE
 def test_reading_a_message_takes_time_that_follows_its_length(before, piece):
     assert_linear(parse_hermes, before, piece)
     template = steady(RESPONSE_TEMPLATE)
     assert_linear(quietly(lambda text: parse_response(text, template, prefix="")), before, piece)
 
 
+@pytest.mark.parametrize("pieces", [IN_CI, *proofs(REPEATED)], ids=["some", "all"])
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_every_known_template_takes_time_that_follows_the_length(name):
+def test_every_known_template_takes_time_that_follows_the_length(name, pieces):
     template = steady(TEMPLATES[name])
     read = quietly(lambda text: parse_response(text, template, prefix=""))
     for before in ("", "<tool_call><function=a>", "<tool_call>a\n", "<|tool_call_start|>[a("):
         tag = before.partition(">")[0].strip("<|")
-        for piece in REPEATED if tag in str(TEMPLATES[name]) else ():  # else it is any text
+        for piece in pieces if tag in str(TEMPLATES[name]) else ():  # else it is any text
             assert_linear(read, before, piece, size=40_000)
 
 
-@pytest.mark.parametrize("piece", REPEATED)
+@EACH_PIECE
 def test_guarding_a_text_takes_time_that_follows_its_length(piece):
     def guard(text: str) -> None:
         chat().cache = TokenCache(1 << 20)
@@ -429,10 +430,6 @@ def shallow() -> Iterator[None]:
     sys.setrecursionlimit(400)
     yield
     sys.setrecursionlimit(before)
-
-
-def proofs(*values: str) -> list[Any]:
-    return [pytest.param(value, marks=pytest.mark.proof) for value in values]
 
 
 @pytest.mark.parametrize(  # recipes are trusted: what no person writes is tried by the proof

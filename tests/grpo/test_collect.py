@@ -149,13 +149,6 @@ def test_no_more_rounds_are_played_than_allowed_and_none_when_all_groups_live():
     assert (played.rounds, any(kept_of(played))) == ([7], False)
 
 
-def test_replacements_depend_on_the_step_and_not_on_what_was_played_before():
-    run, resumed = alone(), alone()
-    played = [collect(run), collect(run, step=1)]
-    assert groups_of(collect(resumed, step=1)) == groups_of(played[1])
-    assert set(groups_of(played[0])[7:]) != set(groups_of(played[1])[7:])
-
-
 def test_rewards_and_dead_groups_are_logged_of_the_stages_own_groups_by_domain(capsys):
     run, plain = alone(), alone(dynamic_sampling=False)
     played = collect(run)
@@ -224,8 +217,14 @@ def office(*said: str) -> tuple[list[Trajectory], list[float], list[bool], dict[
     return played.trajectories, advantages, kept_of(played), metrics_of(run, played)
 
 
-@pytest.mark.parametrize("how", ["jam", "boom", "nan"])
-@pytest.mark.parametrize("others", [("1", "0", "1"), ("-3.5", "7.2", "0"), ("-3.5", "-1", "-2")])
+@pytest.mark.parametrize(
+    ("how", "others"),
+    [
+        ("jam", ("1", "0", "1")),
+        ("boom", ("-3.5", "7.2", "0")),
+        ("nan", ("-3.5", "-1", "-2")),
+    ],
+)
 def test_a_policy_that_breaks_its_environment_gains_nothing_by_it(how, others):
     _, others_alone, _, _ = office(*others)
     trajectories, advantages, kept, metrics = office(*others, how)
@@ -294,9 +293,9 @@ def whole(results: list[Any]) -> dict[str, Any]:
     return {**results[0], "episodes": dict(sorted(episodes.items()))}
 
 
-def test_tasks_live_groups_and_permuted_rewards_are_the_same_on_one_two_and_three_ranks():
-    one, two, three = (whole(play_ranks(on_this_rank, n)) for n in (1, 2, 3))
-    assert one == two == three
+def test_tasks_live_groups_and_permuted_rewards_are_the_same_on_one_and_three_ranks():
+    one, three = (whole(play_ranks(on_this_rank, n)) for n in (1, 3))
+    assert one == three
     assert list(one["episodes"]) == list(range(2 * sum(one["rounds"])))
     episodes = one["episodes"].values()
     std = (2.5 / 9) ** 0.5  # of five ones and five zeros
@@ -336,6 +335,15 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return [*FLAGS, *warm_started(tmp_path_factory.mktemp("start"))]
 
 
+@pytest.fixture(scope="module")
+def replacing(start: list[str], tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """The flags of a run that replaces groups, its folder, and the run on one rank."""
+    flags = [*start, "--max-steps", "3", "--dynamic-sampling", "--scale-rewards", "batch"]
+    flags += ["--start-report-tasks", "3"]
+    folder = tmp_path_factory.mktemp("replacing")
+    return flags, folder, play_run(1, flags, folder)
+
+
 def metrics(folder: Path) -> list[dict[str, Any]]:
     lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
     return [line for line in lines if line["kind"] == "train"]
@@ -346,40 +354,34 @@ def start_of(folder: Path) -> Any:
 
 
 def test_a_run_is_the_same_bit_by_bit_on_one_and_two_ranks_and_after_a_resume(
-    start: list[str], tmp_path: Path
+    replacing: Any, tmp_path: Path
 ) -> None:
-    flags = [*start, "--max-steps", "4", "--dynamic-sampling", "--scale-rewards", "batch"]
-    flags += ["--start-report-tasks", "3"]
-    one, two = (play_run(n, flags, tmp_path / str(n)) for n in (1, 2))
+    flags, folder, one = replacing
+    two = play_run(2, flags, tmp_path / "two")
     assert one.episodes == two.episodes
     assert np.array_equal(one.parameters, two.parameters)
-    assert start_of(tmp_path / "1") == start_of(tmp_path / "2")
-    assert start_of(tmp_path / "1")["domains"]["coin"]["groups"] == 3 + 4
-    assert sum(line["rollout/replaced_groups"] for line in metrics(tmp_path / "1")) > 4
-    assert sum(line["rollout/left_out"] for line in metrics(tmp_path / "1")) > 4
-    for line in metrics(tmp_path / "1"):
+    assert start_of(folder) == start_of(tmp_path / "two")
+    assert start_of(folder)["domains"]["coin"]["groups"] == 3 + 4
+    assert sum(line["rollout/replaced_groups"] for line in metrics(folder)) > 4
+    assert sum(line["rollout/left_out"] for line in metrics(folder)) > 4
+    for line in metrics(folder):
         assert (
             (1 - line["rollout/frac_reward_zero_std"]) * 12 < line["train/trained_episodes"] <= 12
         )
 
-    for before, after in ((1, 2), (2, 1)):
-        cut = tmp_path / f"{before}-{after}"
-        shutil.copytree(tmp_path / str(before), cut)
-        again = play_run(after, [*flags, "--resume-from-checkpoint", "step-000002"], cut)
-        assert np.array_equal(again.parameters, one.parameters)
-        assert metrics(cut) == metrics(tmp_path / "1")
-        assert start_of(cut) == start_of(tmp_path / "1")
+    shutil.copytree(folder, tmp_path / "cut")
+    again = play_run(2, [*flags, "--resume-from-checkpoint", "step-000002"], tmp_path / "cut")
+    assert np.array_equal(again.parameters, one.parameters)
+    assert metrics(tmp_path / "cut") == metrics(folder)
+    assert start_of(tmp_path / "cut") == start_of(folder)
 
 
 def test_without_it_the_same_run_has_no_replacements_and_trains_on_less(
-    start: list[str], tmp_path: Path
+    start: list[str], replacing: Any, tmp_path: Path
 ) -> None:
-    flags = [*start, "--max-steps", "1"]
-    off, on = (
-        play_run(2, flags, tmp_path / "off"),
-        play_run(2, [*flags, "--dynamic-sampling", "--start-report-tasks", "2"], tmp_path / "on"),
-    )
-    (without,), (replaced,) = metrics(tmp_path / "off"), metrics(tmp_path / "on")
+    _, folder, on = replacing
+    off = play_run(1, [*start, "--max-steps", "1"], tmp_path)
+    (without,), (replaced, *_) = metrics(tmp_path), metrics(folder)
     own = [place for place in off.episodes if not place[0].startswith("evaluation-")]
     assert len(own) == 12 and all(on.episodes[place] == off.episodes[place] for place in own)
     of_all = ("train/", "rollout/environment_errors", "rollout/left_out")  # not the first groups'
@@ -387,5 +389,4 @@ def test_without_it_the_same_run_has_no_replacements_and_trains_on_less(
         k: v for k, v in without.items() if not k.startswith(of_all)
     }
     assert replaced["train/trained_episodes"] > without["train/trained_episodes"]
-    assert not np.array_equal(off.parameters, on.parameters)
     assert without["rollout/left_out"] > 0

@@ -1,5 +1,6 @@
 """The correction of an inexact sampler in the update: ranks, layouts, iterations, little memory."""
 
+from functools import cache, partial
 from types import SimpleNamespace
 
 import pytest
@@ -8,8 +9,6 @@ from accelerate import Accelerator
 
 from pipeline.config.settings import Config
 from pipeline.distributed.ranks import Ranks
-from pipeline.grpo.algorithm import token_weights
-from pipeline.grpo.micro_batches import make_micro_batches, with_trainer_logprobs
 from pipeline.grpo.token_logprobs import TokenLogprobs
 from pipeline.grpo.updater import Reference, Updater
 from pipeline.train import update
@@ -21,7 +20,6 @@ GROUP = 8
 RATE = 1e-3
 RATIO, GAP = "train/importance_sampling_ratio_", "train/sampling_logp_difference_"
 LAYOUTS = [
-    {"share_prefixes": False},
     {"padding_free": True},
     {"max_tokens_per_microbatch": 90},
     {"max_tokens_per_microbatch": 90, "share_prefixes": False},
@@ -53,8 +51,8 @@ def config_of(sampler="vllm", deterministic=False, **grpo) -> Config:
     return Config.model_validate({"grpo": settings, "rollout": rollout, "run": run})
 
 
-def updated(options, keeps=True, dtype=torch.float64, spoil=lambda module: None):
-    """Statistics of the three updates of each of two steps, parameters, and bytes between ranks.
+def updated(options, keeps=True, dtype=torch.float64, spoil=lambda module: None, num_steps=1):
+    """Statistics of the three updates of each step, parameters, and bytes between ranks.
 
     Of two ranks the first has three groups and the second one, without balance all and none;
     with `deterministic`, they take turns.
@@ -74,7 +72,7 @@ def updated(options, keeps=True, dtype=torch.float64, spoil=lambda module: None)
     mine = [group * GROUP + i for group in groups for i in range(GROUP)]
     given = [rows[i] for i in mine], [advantages[i] for i in mine]
     found = []
-    for iteration in (0, 1, 2) * 2:
+    for iteration in (0, 1, 2) * num_steps:
         is_last = iteration == 2 or not keeps
         found.append(updater.update_policy(*given, RATE, is_last=is_last))
     assert updater._trainer_logprobs == {}
@@ -82,12 +80,17 @@ def updated(options, keeps=True, dtype=torch.float64, spoil=lambda module: None)
     return found, parameters.tolist(), ranks.bytes.get("messages", 0)
 
 
-@pytest.mark.parametrize("mode", of_proof(MODES, "token_truncate", "token_mask"))
+@cache
+def on_one_rank(mode):
+    return updated({"vllm_importance_sampling_mode": mode})
+
+
+@pytest.mark.parametrize("mode", of_proof(MODES, *MODES[:3]))
 def test_two_balanced_ranks_correct_as_one_rank_does(mode):
     options = {"vllm_importance_sampling_mode": mode, "beta": 0.1}
     options |= {"max_tokens_per_microbatch": 90}
-    one, two = play_ranks(updated, 2, options)
-    statistics, parameters, _ = updated(options)
+    one, two = play_ranks(partial(updated, num_steps=2), 2, options)
+    statistics, parameters, _ = updated(options, num_steps=2)
     assert one[2] > 0  # groups have moved
     for rank in (one, two):
         assert rank[1] == pytest.approx(parameters, abs=1e-11)
@@ -107,7 +110,7 @@ def test_two_balanced_ranks_correct_as_one_rank_does(mode):
 def test_a_rank_without_episodes_does_not_change_the_statistics():
     options = {"vllm_importance_sampling_mode": "token_truncate", "balance_ranks": False}
     one, two = play_ranks(updated, 2, options)
-    statistics, parameters, _ = updated(options)
+    statistics, parameters, _ = on_one_rank("token_truncate")
     assert one[0] == two[0]
     assert one[0][0] == pytest.approx(statistics[0], rel=1e-6)
     assert one[0][0][f"{RATIO}min"] == 0.9
@@ -125,7 +128,7 @@ def test_deterministic_updates_correct_alike_bit_by_bit_on_one_and_two_ranks():
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_the_correction_is_the_same_in_every_layout(layout, mode):
     options = {"vllm_importance_sampling_mode": mode}
-    statistics, parameters, _ = updated(options)
+    statistics, parameters, _ = on_one_rank(mode)
     found, its_parameters, _ = updated(options | layout)
     assert its_parameters == pytest.approx(parameters, abs=1e-11)
     for one, other in zip(found, statistics, strict=True):
@@ -139,9 +142,9 @@ def test_later_iterations_use_the_trainers_logprobs_of_before_the_first():
     assert forgotten[1] != pytest.approx(kept[1], abs=1e-5)
 
 
-@pytest.mark.parametrize("calls", [{2}, {9}, {2, 9, 14}])
-def test_a_retry_after_too_little_memory_changes_nothing(calls, capsys):
-    """The numbered forward passes do not fit: of the first update, of later ones, of all."""
+def test_a_retry_after_too_little_memory_changes_nothing(capsys):
+    """Forward passes of the first update and of later ones do not fit."""
+    calls = {2, 9, 14}
     count = iter(range(1000))
 
     def spoil(module):
@@ -155,17 +158,18 @@ def test_a_retry_after_too_little_memory_changes_nothing(calls, capsys):
         module.forward = forward
 
     options = {"max_tokens_per_microbatch": 120, "vllm_importance_sampling_mode": "token_mask"}
-    _, parameters, _ = updated(options)
+    _, parameters, _ = on_one_rank("token_mask")
     found, its_parameters, _ = updated(options, spoil=spoil)
     assert capsys.readouterr().out.count("out of memory") == len(calls)
     assert its_parameters == pytest.approx(parameters, abs=1e-11)
     assert "train/max_tokens_per_microbatch" in found[-1]
 
 
-@pytest.mark.parametrize("sampler", ["auto", "own", "generate"])
-def test_with_an_exact_sampler_nothing_is_corrected(sampler):
+def test_with_an_exact_sampler_nothing_is_corrected():
+    samplers = ("vllm", "auto", "own", "generate")
+    assert [config_of(name).corrects_sampling for name in samplers] == [True, False, False, False]
     plain = updated({"sampler": "vllm", "vllm_importance_sampling_correction": False})
-    found = updated({"sampler": sampler, "vllm_importance_sampling_mode": "token_mask"})
+    found = updated({"sampler": "own", "vllm_importance_sampling_mode": "token_mask"})
     assert found == plain
     assert not any(name.startswith(RATIO) for name in found[0][0])
     assert found[0][1][GAP + "mean"] != found[0][0][GAP + "mean"]  # of the policy now
@@ -203,24 +207,3 @@ def test_a_step_tells_which_update_is_its_last_and_warns_of_a_gap_that_is_not_co
     assert statistics[f"{GAP}mean"] == 0.5  # of the first update, as the ratios are
     assert statistics.get(f"{RATIO}mean") == (1.0 if corrects else None)
     assert [f"{GAP}mean is 0.5" in line for line in lines] == ([] if corrects else [True])
-
-
-@pytest.mark.parametrize("layout", [(), (True,), (False, True)])
-def test_each_token_gets_its_own_logprobs_however_micro_batches_are_cut(layout):
-    """Sequences that share prefixes, in micro-batches of other sizes; a logprob tells its token."""
-    rows, advantages = episodes()
-    sequences = [(one, a) for row, a in zip(rows, advantages, strict=True) for one in row.sequences]
-    lengths = [one.num_sampled_tokens for one, _ in sequences]
-    weights = token_weights(lengths, "grpo", len(lengths), sum(lengths), 100)
-    items = [(*pair, weight) for pair, weight in zip(sequences, weights, strict=True)]
-
-    def marks(batch):
-        return batch.old_logprobs.double() + 100 * batch.targets + 10_000 * batch.weights
-
-    known = [marks(b)[b.order] for b in make_micro_batches(items, 100_000, 0, *layout)]
-    assert len(known) == 1
-    for budget in (1, 60, 200):
-        batches = make_micro_batches(items, budget, 0, *layout)
-        assert len(batches) > 2
-        for batch in with_trainer_logprobs(batches, known):
-            assert torch.equal(batch.trainer_logprobs, marks(batch))

@@ -25,7 +25,7 @@ from scripts.proofs.ranks import play_ranks
 from tests.support.helpers import start_unwatched, tokenizer
 from tests.support.messages import says
 
-SEEDS, MORE_SEEDS = range(2), range(2, 6)
+SEEDS, MORE_SEEDS = range(1), range(1, 6)
 # The largest and the mean error of a log-probability, in nats, over about a thousand tokens that
 # the model sampled. Measured over 8 seeds in each of three ways (training in bf16, sampling in
 # bf16, both): small 0.070 to 0.172 and 0.011 to 0.017; tiny 0.017 to 0.029 and 0.0037 to 0.0049.
@@ -77,9 +77,13 @@ def measure(kind, seeds):
     return found
 
 
-@pytest.mark.parametrize("kind", BOUNDS)
 @pytest.mark.parametrize(
-    "seeds", [SEEDS, pytest.param(MORE_SEEDS, marks=pytest.mark.proof)], ids=["some", "more"]
+    ("kind", "seeds"),
+    [
+        ("small", SEEDS),
+        pytest.param("small", MORE_SEEDS, marks=pytest.mark.proof),
+        pytest.param("tiny", MORE_SEEDS, marks=pytest.mark.proof),  # a run is held to it below
+    ],
 )
 def test_the_error_of_bf16_is_bounded_on_both_sides(kind, seeds):
     (found,) = play_ranks(measure, 1, kind, seeds)
@@ -157,32 +161,6 @@ def test_under_bf16_everything_but_the_layers_is_fp32(use_peft):
         assert use_peft or moved_in_bf16 < 0.01
 
 
-def speak():
-    """Log-probabilities and entropies of training, and log-probabilities of sampling, in bf16."""
-    accelerator, model = Accelerator(mixed_precision="bf16"), small_model()
-    rows = sampled(RowSampler(model, 0, 1.0, BF16))
-    module = TokenLogprobs(model, 0.7)
-    accelerator.prepare(module)
-    (batch,) = make_micro_batches([(row, 1.0, 1.0) for row in rows], 10**6, 0)
-    states = []
-    model.model.register_forward_hook(lambda _, __, output: states.append(output[0].detach()))
-    with torch.no_grad():
-        logprobs, entropy = module(batch)
-    hidden = states[0].to(BF16)[batch.rows, batch.columns]
-    expected = (hidden.float() @ model.lm_head.weight.to(BF16).float().T / 0.7).log_softmax(-1)
-    picked = expected.gather(-1, batch.targets[:, None])[:, 0]
-    finer = [
-        float((x != x.to(BF16)).float().mean()) for x in (logprobs, entropy, batch.old_logprobs)
-    ]
-    return float((logprobs - picked).abs().max()), finer
-
-
-def test_log_probabilities_are_computed_in_fp32_from_bf16_states_and_weights():
-    ((gap, finer),) = play_ranks(speak, 1)
-    assert gap < EXACT
-    assert all(share > 0.9 for share in finer), "rounded to bf16"
-
-
 # What the run says of it
 
 
@@ -194,7 +172,7 @@ SMALL = [
         "--domains",
         "airline",
         "--max-steps",
-        "3",
+        "2",
         "--report-to",
         "none",
         "--no-drop-zero-std-groups",
@@ -204,7 +182,7 @@ SMALL = [
 
 
 def play(where, flags):
-    """Runs of three steps one after the other in one process.
+    """Runs of two steps one after the other in one process.
 
     What each printed on this rank, and the types of training's layers and the sampler's weights.
     """
@@ -229,7 +207,7 @@ def play(where, flags):
 def printed(tmp_path_factory):
     """Runs on two ranks, in fp32 and in bf16."""
     where = tmp_path_factory.mktemp("gaps")
-    flags = {"exact": [], "strict": ["--max-sampling-logp-difference", "1e-9"]}
+    flags = {"exact": []}
     halves = {
         "bf16": ["--mixed-precision", "bf16"],
         "bf16-strict": ["--mixed-precision", "bf16", "--max-sampling-logp-difference", "1e-4"],
@@ -254,17 +232,15 @@ def gaps(folder):
 
 def test_mixed_precision_bf16_reaches_training_and_sampler(printed):
     _, _, _, seen = printed
-    for name in ("exact", "strict"):
-        assert seen[name] == seen[f"{name}, sampler"] == {"torch.float32"}
+    assert seen["exact"] == seen["exact, sampler"] == {"torch.float32"}
     for name in ("bf16", "bf16-strict"):
         assert seen[name] == seen[f"{name}, sampler"] == {"torch.bfloat16"}
 
 
 def test_a_run_logs_the_gap_between_sampler_and_training(printed):
     where, _, _, _ = printed
-    for name in ("exact", "strict"):
-        assert len(gaps(where / name)) == 3
-        assert all(0 < mean < largest < EXACT for largest, mean in gaps(where / name))
+    assert len(gaps(where / "exact")) == 2
+    assert all(0 < mean < largest < EXACT for largest, mean in gaps(where / "exact"))
     (least_max, most_max), (least_mean, most_mean) = BOUNDS["tiny"]
     for name in ("bf16", "bf16-strict"):
         for largest, mean in gaps(where / name):
@@ -277,17 +253,9 @@ GAP = "train/sampling_logp_difference_mean is"  # a part of the warning
 
 def test_a_gap_past_the_limit_is_told_once_a_run(printed):
     where, first, other, _ = printed
-    for name, limit in (("strict", "1e-09"), ("bf16-strict", "0.0001")):
-        warnings = [line for line in first[name] if GAP in line]
-        mean = gaps(where / name)[0][1]
-        (warning,) = warnings
-        says(
-            warning,
-            "step 1:",
-            f" {mean:.2g} ",
-            f"max_sampling_logp_difference {limit}",
-            "train/sampling_logp_difference_mean",
-        )
+    (warning,) = [line for line in first["bf16-strict"] if GAP in line]
+    mean = gaps(where / "bf16-strict")[0][1]
+    says(warning, "step 1:", f" {mean:.2g} ", "max_sampling_logp_difference 0.0001")
     for name in ("exact", "bf16"):
         assert not any(GAP in line for line in first[name])
     assert not any(GAP in line for lines in other.values() for line in lines)

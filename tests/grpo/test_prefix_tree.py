@@ -18,13 +18,6 @@ from pipeline.models.layers import recompute_layers
 from scripts.proofs.grid import in_float64, make_trajectory, small_model
 
 
-def test_a_common_beginning_stands_in_the_row_once():
-    row = shared_row([[1, 2, 3], [1, 2, 3, 4], [1, 2, 5], [1, 2, 5], [6]])
-    assert row.ids == [1, 2, 3, 4, 5, 6]
-    assert row.positions == [0, 1, 2, 3, 2, 0]
-    assert row.paths == [[0, 1, 2], [0, 1, 2, 3], [0, 1, 4], [0, 1, 4], [5]]
-
-
 def episodes(seed=0, num_groups=5, size=4):
     """Groups with prompts of their own, whose members part at some token, or not at all."""
     random, rows = Random(seed), []
@@ -38,23 +31,6 @@ def episodes(seed=0, num_groups=5, size=4):
             mask = [1] + [random.randrange(2) for _ in completion[1:]]
             rows.append(make_trajectory(prompt, completion, mask))
     return rows
-
-
-def test_every_token_gets_its_output_from_a_path_that_leads_to_it():
-    sequences = sorted(row.ids for row in episodes())
-    row = shared_row(sequences)
-    beginnings = {tuple(ids[: i + 1]) for ids in sequences for i in range(len(ids))}
-    assert len(row.ids) == len(beginnings) < 0.7 * sum(map(len, sequences))
-    assert row.tree.queries[row.tree.outputs].tolist() == list(range(len(row.ids)))
-    before = {}  # what each token of the row attends to
-    keys, queries = iter(row.tree.keys.tolist()), iter(row.tree.queries.tolist())
-    for count, num_queries, num_keys in row.tree.blocks:
-        for _ in range(count):
-            path = [next(keys) for _ in range(num_keys)]
-            for at in range(num_keys - num_queries, num_keys):
-                before.setdefault(next(queries), []).append(path[: at + 1])
-    for path in row.paths:
-        assert all(path[: i + 1] in before[at] for i, at in enumerate(path))
 
 
 def llama():

@@ -120,18 +120,6 @@ def test_recomputing_layers_changes_no_bit_and_keeps_less(kind):
     assert torch.equal(torch.get_rng_state(), state), "the global generator is left as it was"
 
 
-def test_each_layer_is_computed_again_once_for_the_backward_pass():
-    model = gpt2().eval()
-    calls = []
-    for number, layer in enumerate(model.transformer.h):
-        layer.mlp.register_forward_pre_hook(lambda *_, number=number: calls.append(number))
-    recompute_layers(model)
-    logits = model(torch.arange(8)[None], use_cache=False).logits
-    assert calls == [0, 1]
-    logits.sum().backward()
-    assert calls == [0, 1, 1, 0]
-
-
 def test_layers_are_the_outermost_and_a_model_without_any_is_refused():
     model = small_model()
     assert outer_layers(model) == list(model.model.layers)
@@ -193,15 +181,6 @@ class LargestTensor(TorchDispatchMode):
         if isinstance(made, torch.Tensor) and made.dtype == torch.float32:
             self.size = max(self.size, made.numel())
         return made
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_other_precisions_use_the_layer_as_it_is(dtype):
-    layer = head(dtype)
-    assert weight_of_logits(layer) is None
-    use_fp32_logits(layer)
-    assert "forward" not in vars(layer)
-    assert torch.equal(logits_of(layer, HIDDEN.to(dtype), None), layer(HIDDEN.to(dtype)))
 
 
 def test_gradients_of_chunks_are_summed_in_float32(monkeypatch):
@@ -292,15 +271,6 @@ def test_outputs_have_equal_bits_and_gradients_are_equal_up_to_rounding(make):
     assert torch.equal(logits, others)
     assert float((gradients - found).norm() / gradients.norm()) < 1e-5
     assert smaller < 0.85 * size
-
-
-def test_frozen_norms_have_no_gradient():
-    model = llama()
-    keep_less(model)
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_("norm" not in name)
-    outcome_of(model)
-    assert all((p.grad is None) == ("norm" in n) for n, p in model.named_parameters())
 
 
 def test_in_bf16_and_without_gradients_modules_compute_as_before():

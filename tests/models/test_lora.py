@@ -40,13 +40,12 @@ from pipeline.checkpoints.run_folder import read_state
 from pipeline.config.settings import ModelSettings
 from pipeline.distributed import children
 from pipeline.errors import UserError
-from pipeline.grpo.micro_batches import make_micro_batches
-from pipeline.grpo.token_logprobs import TokenLogprobs
 from pipeline.models import lora
 from pipeline.models.loading import load_folder, load_model
 from pipeline.models.sampling_copy import trained_weights
 from pipeline.rollout.row_sampler import RowSampler
-from scripts.proofs.grid import make_trajectory, small_model
+from scripts.proofs.grid import small_model
+from tests.rollout.test_generate_sampler import play, recomputed
 from tests.support.helpers import tokenizer
 from tests.support.messages import says
 from tests.support.trial import trial
@@ -180,7 +179,6 @@ def test_adapters_sit_on_the_layers_that_are_named(targets, layers):
     assert targets == ["all-linear"] or all(any(f".{t}." in n for t in targets) for n in names)
 
 
-@pytest.mark.parametrize("kind", ["Qwen3, tied", "Llama, untied"])
 @pytest.mark.parametrize(
     ("targets", "named"),
     [
@@ -193,9 +191,9 @@ def test_adapters_sit_on_the_layers_that_are_named(targets, layers):
         (["self_attn"], "self_attn"),
     ],
 )
-def test_a_target_that_is_no_inner_linear_layer_is_refused(kind, targets, named):
+def test_a_target_that_is_no_inner_linear_layer_is_refused(targets, named):
     says(
-        refusal(attached, MODELS[kind](), lora_target_modules=targets),
+        refusal(attached, small_model(4), lora_target_modules=targets),
         f"lora_target_modules: got {named!r}",
         "q_proj",
         "all-linear by itself",
@@ -264,55 +262,35 @@ def test_adapters_that_peft_adds_to_weights_in_bf16_are_refused(kind):
 # What the sampler sees
 
 
-def sampled(sampler):
-    """64 conversations of two turns, as trajectories."""
-    prompts = [[1 + n % 15, 1 + n // 5] for n in range(64)]
-    episodes = sampler.open(prompts, range(64))
-    first = sampler.sample(episodes, [12] * 64)
-    for number, episode in enumerate(episodes):
-        sampler.extend(episode, [1 + number % 15] * (1 + number % 3))
-    second = sampler.sample(episodes, [12] * 64)
-    rows = []
-    for number, (prompt, said, then) in enumerate(zip(prompts, first, second, strict=True)):
-        reply = [1 + number % 15] * (1 + number % 3)
-        mask = [1] * len(said.ids) + [0] * len(reply) + [1] * len(then.ids)
-        logprobs = said.logprobs + [0.0] * len(reply) + then.logprobs
-        ids = said.ids + reply + then.ids
-        rows.append(make_trajectory(prompt, ids, mask, logprobs=logprobs))
-        sampler.close(episodes[number])
-    return rows
-
-
-@torch.no_grad()
-def trainers(model, rows, temperature):
-    """The log-probabilities of training, and the sampler's of the same tokens."""
-    batches = list(make_micro_batches([(row, 1.0, 1.0) for row in rows], 400, 0))
-    found = torch.cat([TokenLogprobs(model, temperature)(batch)[0] for batch in batches])
-    return found, torch.cat([batch.old_logprobs for batch in batches])
-
-
 def gap_of(model, rows, temperature):
     """Between the sampler's log-probabilities and training's: maximum, mean, number of tokens."""
-    found, sampled_N = trainers(model, rows, temperature)
+    found, sampled_N = recomputed(model, rows, temperature)
     gaps_N = (found - sampled_N).abs()
     return float(gaps_N.max()), float(gaps_N.mean()), len(gaps_N)
 
 
-@pytest.mark.parametrize("kind", MODELS)
+# These have no part that another one has not.
+LIKE_OTHERS = ["Llama, untied", "Llama, tied", "Mistral", "Mixtral, fused experts"]
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [pytest.param(kind, marks=pytest.mark.proof if kind in LIKE_OTHERS else ()) for kind in MODELS],
+)
 def test_the_sampler_speaks_as_the_unmerged_model_whose_weights_stay(kind):
     model = attached(MODELS[kind]())
     sampler = RowSampler(model, 0, 0.8, torch.float32)
     moved(model)
     before = [p.clone() for p in model.parameters()]
     sampler.load_weights(trained_weights(model))
-    rows = sampled(sampler)
+    rows = play(sampler, range(60), vocabulary=16)
     gap, _, count = gap_of(model, rows, 0.8)
     assert count > 400
     assert gap <= 1e-5
     with model.disable_adapter():
         assert gap_of(model, rows, 0.8)[0] > 0.1, "the adapters have no effect"
     sampler.load_weights(trained_weights(moved(model, seed=6)))  # from the base again, not on top
-    assert gap_of(model, sampled(sampler), 0.8)[0] <= 1e-5
+    assert gap_of(model, play(sampler, range(60), 16), 0.8)[0] <= 1e-5
     frozen = [p for p in model.parameters() if not p.requires_grad]
     kept = [b for b, p in zip(before, model.parameters(), strict=True) if not p.requires_grad]
     assert all(torch.equal(a, b) for a, b in zip(frozen, kept, strict=True))
@@ -333,11 +311,11 @@ def test_in_bf16_trainer_and_sampler_share_the_base_and_multiply_by_the_fp32_ada
         if isinstance(module, LoraLayer):
             for factor in (module.lora_A["default"], module.lora_B["default"]):
                 factor.register_forward_hook(lambda _, x, y: products.update((x[0].dtype, y.dtype)))
-    rows = sampled(sampler)
+    rows = play(sampler, range(60), vocabulary=16)
     with torch.autocast("cpu", torch.bfloat16):  # as Accelerate calls the module
-        rounded, sampled_N = trainers(model, rows, 1.0)
+        rounded, sampled_N = recomputed(model, rows)
     assert products == {torch.float32}
-    exact, _ = trainers(model.float(), rows, 1.0)
+    exact, _ = recomputed(model.float(), rows)
     rounding = float((rounded - exact).abs().mean())
     assert len(rounded) > 400
     assert float((rounded - sampled_N).abs().mean()) <= SHARE_OF_ROUNDING * rounding
@@ -347,7 +325,7 @@ def test_in_bf16_trainer_and_sampler_share_the_base_and_multiply_by_the_fp32_ada
 # What a checkpoint holds
 
 
-KEPT = ["Qwen3, tied", "Llama, untied", "Qwen2, biases", "Qwen3-MoE, fused experts"]
+KEPT = ["Qwen3, tied", "Qwen3-MoE, fused experts"]
 
 
 def saved(kind, tmp_path):
@@ -441,10 +419,7 @@ def test_a_hub_id_is_kept_and_a_missing_base_is_refused(tmp_path):
 
 EXPRESSIONS = {
     "targets": {"target_modules": "(.*.*)*x"},
-    "what is left out": {"exclude_modules": "([a-z._0-9]+)+!"},
-    "ranks": {"rank_pattern": {"((.+)+)+!": 2}},
     "ranks of all layers": {"target_modules": "all-linear", "rank_pattern": {"((.+)+)+!": 2}},
-    "scales": {"alpha_pattern": {"q_proj": 4, "((.+)+)+!": 2}},
     "layers": {
         "target_modules": ["q_proj"],
         "layers_to_transform": [0],
@@ -453,10 +428,8 @@ EXPRESSIONS = {
     "whole modules": {"modules_to_save": ["((.+)+)+!"]},
 }
 UNREAL = {
-    "a rank": ({"r": 10**9}, "a rank above 64"),
     "a rank of some": ({"rank_pattern": {"q_proj": 10**9}}, "a rank above 64"),
     "copies of layers": ({"layer_replication": [[0, 10**9]]}, "more than 1000 layers"),
-    "many copies": ({"layer_replication": [[0, 1]] * 1001}, "more than 1000 layers"),
 }
 
 
@@ -508,8 +481,8 @@ def test_adapters_that_peft_would_lose_come_back(tmp_path):
     assert torch.allclose(logits(load_folder(path, PLAIN)), logits(model), rtol=0, atol=1e-5)
 
 
-def test_adapters_of_other_layers_are_refused(run_folder):
-    _, path = run_folder
+def test_adapters_of_other_layers_are_refused(tmp_path):
+    _, path = saved("Qwen3, tied", tmp_path)
     own = attached(
         load_folder(path.parent / "warm-start", PLAIN), lora_r=2, lora_target_modules=["q_proj"]
     )
@@ -520,8 +493,8 @@ def test_adapters_of_other_layers_are_refused(run_folder):
 
 
 @pytest.mark.parametrize(("name", "got", "held"), [("lora_r", 4, 2), ("lora_alpha", 64, 32)])
-def test_adapters_of_another_size_or_scale_are_refused(run_folder, name, got, held):
-    _, path = run_folder
+def test_adapters_of_another_size_or_scale_are_refused(tmp_path, name, got, held):
+    _, path = saved("Qwen3, tied", tmp_path)
     settings = ModelSettings(**{"lora_r": 2, "lora_alpha": 32})
     lora.check_settings(path, settings)
     other = settings.model_copy(update={name: got})

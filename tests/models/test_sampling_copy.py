@@ -9,19 +9,9 @@ from pipeline.config.settings import ModelSettings
 from pipeline.models import lora, sampling_copy
 from pipeline.models.sampling_copy import SamplingCopy, trained_weights
 from scripts.proofs.grid import small_model
-from tests.models.test_lora import IDS, MODELS, attached, logits, moved
+from tests.models.test_lora import MODELS, attached, logits, moved
 
 EACH_KIND = pytest.mark.parametrize("kind", MODELS)
-
-
-@EACH_KIND
-def test_of_a_plain_model_every_parameter_is_given_once_and_not_copied(kind):
-    model = MODELS[kind]()
-    given = dict(trained_weights(model))
-    own = dict(model.named_parameters())
-    assert list(given) == list(own)
-    assert all(given[name].data_ptr() == own[name].data_ptr() for name in own)
-    assert not any(tensor.requires_grad for tensor in given.values())
 
 
 @EACH_KIND
@@ -66,41 +56,6 @@ def test_the_frozen_base_is_there_once_and_adapters_are_copied_whole(dtype):
     before = own["model.layers.1.mlp.up_proj.lora_B.default.weight"].clone()
     moved(model, seed=9)  # an update: adapters of the copy are its own
     assert torch.equal(own["model.layers.1.mlp.up_proj.lora_B.default.weight"], before)
-
-
-def test_every_parameter_but_adapters_is_cast_and_logits_are_fp32():
-    model = moved(attached())
-    copied = SamplingCopy(model)
-    copied.cast(torch.bfloat16)
-    types = {(".lora_" in name, p.dtype) for name, p in copied.model.named_parameters()}
-    assert types == {(True, torch.float32), (False, torch.bfloat16)}
-    assert copied.model.model.rotary_emb.inv_freq.dtype == torch.float32
-    hidden = copied.model.model(IDS).last_hidden_state
-    expected = hidden.float() @ copied.model.lm_head.weight.float().T
-    assert hidden.dtype == torch.bfloat16
-    assert torch.equal(logits(copied.model), expected)
-    assert {p.dtype for p in model.parameters()} == {torch.float32}
-
-
-def test_adapters_of_other_layers_are_refused_by_name():
-    copied = SamplingCopy(attached())
-    given = dict(trained_weights(moved(attached())))
-    name = "base_model.model.model.layers.1.mlp.up_proj.lora_B.weight"
-    fewer = {key: tensor for key, tensor in given.items() if key != name}
-    with pytest.raises(ValueError, match=f"^weights: {name} is missing"):
-        copied.load(fewer.items())
-    with pytest.raises(ValueError, match=r"^weights: lm_head\.lora_A is not one of"):
-        copied.load([("lm_head.lora_A", given[name]), *given.items()])
-    wider = trained_weights(attached(lora_r=4))
-    with pytest.raises(ValueError, match=r"lora_A.weight has the shape \[4, 32\]"):
-        copied.load(wider)
-    with pytest.raises(ValueError, match=r"^weights: model.embed_tokens.weight is not one of"):
-        copied.load(trained_weights(small_model(4)))
-
-
-def test_a_copy_of_a_plain_model_takes_no_adapters():
-    with pytest.raises(ValueError, match=r"lora_A.weight is not one of"):
-        SamplingCopy(small_model(4)).load(trained_weights(attached()))
 
 
 # Packed weights

@@ -2,21 +2,16 @@
 
 import hashlib
 import json
-import subprocess
-import sys
-from inspect import getsource
 from random import Random
 
 import pytest
 import torch
-from transformers import AutoTokenizer
 
 from pipeline.config.settings import DEFAULT_DOMAINS
 from pipeline.embedded.cases import IDS
 from pipeline.environments.domains import Domain
 from pipeline.environments.experts import run_expert
 from pipeline.models.tiny import tiny_model, tiny_tokenizer
-from tests.support import ROOT
 from tests.support.helpers import DOMAINS, Desk, embedded, environments_of, module_of, tokenizer
 
 CLASSES = environments_of(embedded())
@@ -113,16 +108,6 @@ def digest_of(vocabulary):
     return hashlib.sha256(str(sorted(vocabulary.items())).encode()).hexdigest()[:16]
 
 
-def test_words_of_a_domain_of_ones_own_are_one_token_each():
-    bank = Domain(name="bank", environment=Desk, words=lambda: ["Which account?", "Zürich"])
-    made = tiny_tokenizer([bank])
-    for word in ("Which account?", "Zürich"):
-        assert tokens(word, made) == [word]
-        assert len(tokens(word)) > 1
-    assert len(made) == len(tokenizer()) + 2
-    assert tokens("cancel K07", made) == tokens("cancel K07")
-
-
 def test_any_unicode_text_survives():
     random = Random(0)
     texts = [
@@ -143,27 +128,6 @@ def test_any_unicode_text_survives():
         assert tokenizer().decode(encode(text)) == text
 
 
-def test_the_vocabulary_is_small_and_its_ids_are_consecutive():
-    vocabulary = tokenizer().get_vocab()
-    assert sorted(vocabulary.values()) == list(range(len(tokenizer())))
-    assert 800 < len(vocabulary) < 1000
-    assert tokenizer().eos_token == "<|im_end|>"
-    assert tokenizer().pad_token == "<|endoftext|>"
-    assert tokenizer().bos_token is None
-
-
-def test_a_saved_tokenizer_loads_with_its_ids_and_templates(tmp_path):
-    tokenizer().save_pretrained(tmp_path)
-    loaded = AutoTokenizer.from_pretrained(tmp_path)
-    assert loaded.get_vocab() == tokenizer().get_vocab()
-    assert loaded.chat_template == tokenizer().chat_template
-    assert loaded.response_template == tokenizer().response_template
-    assert (loaded.eos_token_id, loaded.pad_token_id) == (
-        tokenizer().eos_token_id,
-        tokenizer().pad_token_id,
-    )
-
-
 # Model
 
 
@@ -172,37 +136,6 @@ def hash_of(model):
     for name, parameter in model.named_parameters():
         digest.update(name.encode() + parameter.detach().numpy().tobytes())
     return digest.hexdigest()
-
-
-def test_the_model_has_about_half_a_million_parameters():
-    model = tiny_model(tokenizer(), 0)
-    assert 500_000 < model.num_parameters() < 600_000
-    assert model.config.model_type == "qwen3"
-    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
-    assert model.get_input_embeddings().weight is model.get_output_embeddings().weight
-
-
-@pytest.mark.proof  # every process of the tests has another hash seed, and the words are listed
-def test_another_process_makes_the_same_tokenizer_and_model():
-    """Whatever its hash seed and the state of its generator."""
-    program = (
-        "import hashlib, torch; torch.manual_seed(99)\n"
-        "from pipeline.models.tiny import tiny_model, tiny_tokenizer\n"
-        f"{getsource(hash_of)}\n"
-        "tokenizer = tiny_tokenizer()\n"
-        "print(hash_of(tiny_model(tokenizer, 3)))\n"
-        "print(sorted(tokenizer.get_vocab().items()))"
-    )
-    printed = subprocess.run(
-        [sys.executable, "-c", program],
-        env={"PATH": "", "PYTHONHASHSEED": "77", "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout
-    digest, vocabulary = printed.splitlines()
-    assert digest == hash_of(tiny_model(tiny_tokenizer(), 3))
-    assert vocabulary == str(sorted(tiny_tokenizer().get_vocab().items()))
 
 
 def test_the_seed_makes_the_model_and_leaves_the_global_generator_alone():

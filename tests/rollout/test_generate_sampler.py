@@ -19,7 +19,6 @@ from pipeline.errors import UserError
 from pipeline.grpo.micro_batches import make_micro_batches
 from pipeline.grpo.token_logprobs import TokenLogprobs
 from pipeline.models import capabilities
-from pipeline.models.sampling_copy import trained_weights
 from pipeline.preflight import check
 from pipeline.rollout import generate_sampler
 from pipeline.rollout.generate_sampler import GenerateSampler
@@ -128,19 +127,19 @@ def recomputed(model, trajectories, temperature=1.0):
 @pytest.mark.parametrize("temperature", [pytest.param(1.0, marks=pytest.mark.proof), 0.7])
 def test_sampled_logprobs_are_those_that_training_recomputes(kind, temperature):
     model = model_of(kind)
-    trajectories = play(sampler_of(model, temperature), range(40))
+    trajectories = play(sampler_of(model, temperature), range(16))
     ours, theirs = recomputed(model, trajectories, temperature)
-    assert len(ours) > 300
+    assert len(ours) > 100
     assert float(ours.std()) > 0.1
     assert float((ours - theirs).abs().max()) < 1e-5
 
 
-@EACH_KIND
+@pytest.mark.parametrize("kind", ["Mistral", "Qwen3Next", "MiniMax"])
 def test_what_is_sampled_does_not_depend_on_who_shares_the_batch(kind):
     sampler = sampler_of(model_of(kind))
     assert sampler.pads == (kind not in PADDING_CHANGES)
-    together = play(sampler, range(10))
-    alone = [play(sampler, [number])[0] for number in range(10)]
+    together = play(sampler, range(5))
+    alone = [play(sampler, [number])[0] for number in range(5)]
     for a, b in zip(together, alone, strict=True):
         assert ids_of(a) == ids_of(b)
         assert np.allclose(a.logprobs, b.logprobs, rtol=0, atol=1e-5)
@@ -162,13 +161,6 @@ def test_a_model_that_both_can_serve_says_the_same_through_generate():
         assert np.allclose(a.logprobs, b.logprobs, rtol=0, atol=1e-5)
 
 
-def test_the_window_is_that_of_the_model():
-    """With another window the same tokens have other log-probabilities."""
-    trajectories = play(sampler_of(model_of("Mistral")), range(40))
-    ours, theirs = recomputed(model_of("Mistral", sliding_window=7), trajectories)
-    assert float((ours - theirs).abs().max()) > 0.01
-
-
 def test_greedy_takes_the_most_likely_token():
     model = model_of("Gemma3Text")
     sampler = sampler_of(model, temperature=0.7)
@@ -183,21 +175,6 @@ def test_greedy_takes_the_most_likely_token():
             assert token == int(logits.argmax())
             assert logprob == pytest.approx(float((logits / 0.7).log_softmax(-1)[token]), abs=1e-5)
             context.append(token)
-
-
-def test_a_message_ends_at_the_end_of_turn_or_at_its_limit():
-    sampler = sampler_of(model_of("Mistral"))
-    limits = [1, 2, 3, 50] * 16
-    episodes = sampler.open([[1 + i % 15, 2] for i in range(64)], list(range(64)))
-    messages = sampler.sample(episodes, limits, until=3)
-    for message, limit in zip(messages, limits, strict=True):
-        assert 1 <= len(message.ids) <= limit
-        assert len(message.ids) == len(message.logprobs)
-        assert END not in message.ids[:-1]
-        assert message.finished == (message.ids[-1] == END)
-        assert message.finished or len(message.ids) == limit
-    assert {message.finished for message in messages} == {True, False}
-    assert sampler.sample([], []) == []
 
 
 @pytest.mark.parametrize("make", [RowSampler, GenerateSampler])
@@ -247,17 +224,6 @@ def test_a_checkpoints_own_way_to_sample_changes_nothing():
     )
     assert play(sampler_of(model), range(6)) == expected
     assert model.generation_config.top_k == 1
-
-
-def test_new_weights_are_those_it_loads():
-    sampler = sampler_of(model_of("Qwen3Next"))
-    other = model_of("Qwen3Next", seed=1)
-    before = play(sampler, range(6))
-    sampler.load_weights(trained_weights(other))
-    trajectories = play(sampler, range(6))
-    assert trajectories != before
-    ours, theirs = recomputed(other, trajectories)
-    assert float((ours - theirs).abs().max()) < 1e-5
 
 
 # How it is computed
@@ -334,7 +300,15 @@ def windowed(name: str, window: int = WINDOW):
     return model.eval()
 
 
-@pytest.mark.parametrize("name", PLAIN)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(
+            n, marks=() if n in ("Mistral", "Qwen2Moe", "Gemma3Text") else pytest.mark.proof
+        )
+        for n in PLAIN
+    ],
+)
 def test_episodes_within_the_window_are_sampled_and_trained_as_with_full_attention(name):
     model = windowed(name)
     assert model.config.get_text_config().sliding_window == WINDOW
@@ -418,22 +392,16 @@ def test_check_tries_the_sampler_of_a_window_that_no_episode_exceeds(tmp_path, c
     assert "\nsampling: one key-value cache over all turns\n" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("kind", ["Mistral", "Mamba"])
-def test_check_says_which_sampler_a_model_gets(kind, tmp_path, capsys, monkeypatch):
+def test_check_says_that_a_model_is_sampled_through_generate(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
-    folder = saved(tmp_path, kind)
-    model = {"model": folder, "attn_implementation": "sdpa" if kind == "Mistral" else "eager"}
+    model = {"model": saved(tmp_path, "Mistral")}
     assert check.main(Config.model_validate({"model": model, "data": SMALL})) == 0
-    layers = KINDS[kind][0][0]
-    hint = "; with max_tokens up to its window of 6, one cache would do" * (kind == "Mistral")
     said = capsys.readouterr().out
     assert (
-        "\nsampling: through generate, every message from the start again (slower): "
-        f"its layers are {layers}{hint}\n" in said
+        "\nsampling: through generate, every message from the start again (slower): its layers are "
+        "sliding_attention; with max_tokens up to its window of 6, one cache would do\n" in said
     )
     assert "that a rank has here: fits\n" in said
-    assert check.main(Config.model_validate({"data": SMALL})) == 0
-    assert "\nsampling: one key-value cache over all turns\n" in capsys.readouterr().out
 
 
 def run_on_this_rank(argv):
@@ -448,7 +416,8 @@ def test_a_whole_run_of_a_model_with_sliding_windows(tmp_path):
     flags = [
         *("--model", saved(tmp_path / "model", "Mistral"), "--domains", "airline"),
         *("--warm-start-steps", "0", "--max-steps", "1", "--tasks-per-step", "2"),
-        *("--num-generations", "4", "--eval-tasks-per-domain", "2", "--eval-trials", "1"),
+        *("--num-generations", "2", "--eval-tasks-per-domain", "1", "--eval-trials", "1"),
+        *("--max-turns", "2", "--max-tokens-per-turn", "8", "--tasks-per-domain", "8"),
         *("--validation-steps", "0", "--report-to", "none", "--output-dir", str(tmp_path / "out")),
         *("--num-gpus", "2", "--temperature", "0.5", "--no-drop-zero-std-groups"),
     ]

@@ -72,10 +72,6 @@ def by_tokens(completion_ids, **kwargs):
     return [float(len(ids)) for ids in completion_ids]
 
 
-def by_characters(completions, **kwargs):
-    return [float(len(text)) for text in completions]
-
-
 def by_content(completions, **kwargs):
     return [float(completion[0]["content"] == "4") for completion in completions]
 
@@ -107,7 +103,6 @@ def above(limit, completions, **kwargs):
     ("function", "expected"),
     [
         (by_tokens, [2.0, 3.0]),
-        (by_characters, [1.0, 2.0]),
         (by_reference, [1.0, 0.0]),
         (by_judge, [1.0, 1.0]),
         (Judge(2), [0.0, 1.0]),
@@ -275,17 +270,6 @@ def test_a_wrong_result_is_told_and_leaves_the_task_out(returned, words):
     says(trajectories[0].error, "reward function", *words)
 
 
-def test_an_exception_leaves_out_its_task_alone():
-    def picky(completions, id, **_):
-        if id[0] == "a":
-            raise KeyError("ledger")
-        return [1.0] * len(completions)
-
-    trajectories, _ = play([picky], ("4", "4"), [task_of("a"), task_of("b")])
-    assert [t.left_out for t in trajectories] == ["reward", ""]
-    says(trajectories[0].error, "reward function picky", "KeyError", "ledger")
-
-
 @pytest.fixture
 def waits(monkeypatch):
     """The waits between attempts, which take no time here."""
@@ -296,6 +280,17 @@ def waits(monkeypatch):
 
     monkeypatch.setattr(Calls, "pause", pause)
     return found
+
+
+def test_an_exception_leaves_out_its_task_alone_and_is_not_repeated(waits):
+    def picky(completions, id, **_):
+        if id[0] == "a":
+            raise KeyError("ledger")
+        return [1.0] * len(completions)
+
+    trajectories, _ = play([picky], ("4", "4"), [task_of("a"), task_of("b")])
+    assert [t.left_out for t in trajectories] == ["reward", ""] and waits == []
+    says(trajectories[0].error, "reward function picky", "KeyError", "ledger")
 
 
 @pytest.mark.parametrize(("num_failures", "left_out"), [(2, ""), (3, "reward")])
@@ -419,14 +414,6 @@ def test_a_task_that_waits_does_not_ask_the_others_again(waits):
 
     trajectories, _ = play([judge], ("4", "4"), [task_of("a"), task_of("b")])
     assert (numbers(trajectories), calls) == ([1.0, 1.0], {"a": 3, "b": 1})
-
-
-def test_a_mistake_in_a_function_that_is_not_async_is_not_repeated(waits):
-    def wrong(completions, **_):
-        raise KeyError("ledger")
-
-    trajectories, _ = play([wrong])
-    assert (trajectories[0].left_out, waits) == ("reward", [])
 
 
 class Strange(Exception):

@@ -71,27 +71,6 @@ def error(text):
 # Tokens
 
 
-def test_the_loss_mask_covers_exactly_what_was_sampled():
-    script = [call("look", item="lamp"), call("wait", minutes=5), say("all done")]
-    trajectories, sampler = play_all([script])
-    trajectory = trajectories[0]
-    replies = [
-        [{"role": "tool", "name": "look", "content": '{"lamp": "seen "}'}],
-        [{"role": "tool", "name": "wait", "content": "5 minutes later"}],
-    ]
-    ids, mask = [], []
-    for message, reply in zip(script, [*replies, None], strict=True):
-        said, answer = chat().message_ids(message), chat().reply_ids(reply) if reply else []
-        ids += said + answer
-        mask += [True] * len(said) + [False] * len(answer)
-    assert trajectory.completion_ids == ids
-    assert trajectory.loss_mask == mask
-    for sampled, logprob in zip(mask, trajectory.logprobs, strict=True):
-        assert (logprob < -0.4) if sampled else (logprob == 0.0)
-    assert trajectory.num_sampled_tokens == sum(mask)
-    assert sampler.contexts[0] == trajectory.prompt_ids + trajectory.completion_ids
-
-
 def test_the_prompt_is_the_tasks_own_with_the_tools():
     trajectory = play(say("done"))
     task = make_task()
@@ -178,12 +157,6 @@ def test_ends_that_are_no_ids_are_refused_in_one_line(tmp_path, listed):
 # Stop reasons
 
 
-def test_a_message_without_a_call_completes_the_episode():
-    trajectory = play(call("look", item="lamp"), say("done"))
-    assert trajectory.stop_reason is StopReason.COMPLETED
-    assert (trajectory.reward, trajectory.num_turns) == (1.0, 2)
-
-
 def test_max_turns_ends_an_episode_after_so_many_messages():
     limits = LIMITS.model_copy(update={"max_turns": 3})
     trajectory = play(*[call("look", item="lamp")] * 3, limits=limits)
@@ -201,15 +174,6 @@ def test_a_message_cut_at_its_limit_ends_the_episode():
     assert trajectory.reward == 0.0
 
 
-def test_an_episode_ends_where_no_reply_fits_any_more():
-    size = len(play(call("look", item="lamp"), say("done")).prompt_ids)
-    said = len(chat().message_ids(call("look", item="lamp")))
-    limits = LIMITS.model_copy(update={"max_tokens": size + said + 3, "max_tokens_per_turn": 50})
-    trajectory = play(call("look", item="lamp"), limits=limits)
-    assert trajectory.stop_reason is StopReason.MAX_TOKENS
-    assert trajectory.num_tokens == size + said
-
-
 def test_a_prompt_that_fills_the_episode_is_never_sampled_from():
     limits = LIMITS.model_copy(update={"max_tokens": 20, "max_tokens_per_turn": 10})
     trajectory = play(limits=limits)
@@ -219,7 +183,7 @@ def test_a_prompt_that_fills_the_episode_is_never_sampled_from():
 
 def test_the_token_limits_are_never_passed():
     stops = set()
-    for max_tokens in range(90, 330, 7):
+    for max_tokens in range(90, 330, 30):
         limits = RolloutSettings(max_turns=5, max_tokens_per_turn=50, max_tokens=max_tokens)
         script = [call("look", item="lamp"), call("wait", minutes=3)] * 2 + [say("done and done")]
         trajectories, sampler = play_all([script, [say("x" * 60)], script[1:]], limits)
@@ -245,12 +209,6 @@ def test_no_malformed_call_may_be_allowed():
     assert play(MALFORMED, limits=limits).stop_reason is StopReason.MALFORMED_CALL
 
 
-def test_after_an_answered_malformed_call_the_episode_can_still_succeed():
-    trajectory = play(MALFORMED, say("done"))
-    assert (trajectory.stop_reason, trajectory.reward) == (StopReason.COMPLETED, 1.0)
-    assert trajectory.num_malformed_calls == 1
-
-
 # What the model does wrong is shown to it
 
 
@@ -260,12 +218,26 @@ def test_after_an_answered_malformed_call_the_episode_can_still_succeed():
         (call("dance"), error("unknown tool dance")),
         (call("get_reward"), error("unknown tool get_reward")),
         (call("reset"), error("unknown tool reset")),
+        (call("__init__"), error("unknown tool __init__")),
+        (call("_payload"), error("unknown tool _payload")),
+        (call("row"), error("unknown tool row")),
         (call("look", thing="lamp"), error("wrong arguments: look takes item, times")),
         (call("wait", minutes="soon"), None),
         (call("jam"), error("paper jam")),
         (call("look", item="lamp", times=500), error("result too long")),
     ],
-    ids=["unknown", "get_reward", "reset", "wrong name", "wrong type", "raises", "too long"],
+    ids=[
+        "unknown",
+        "get_reward",
+        "reset",
+        "dunder",
+        "private",
+        "attribute",
+        "wrong name",
+        "wrong type",
+        "raises",
+        "too long",
+    ],
 )
 def test_a_call_that_fails_is_answered_with_an_error_and_the_episode_goes_on(message, answer):
     trajectory = play(message, say("done"))
@@ -275,24 +247,7 @@ def test_a_call_that_fails_is_answered_with_an_error_and_the_episode_goes_on(mes
     assert (trajectory.stop_reason, trajectory.reward) == (StopReason.COMPLETED, 1.0)
 
 
-def test_calls_of_one_message_are_answered_in_order():
-    message = call("look", item="lamp")
-    message["tool_calls"] += call("jam")["tool_calls"]
-    trajectory = play(message, say("done"))
-    assert results(trajectory) == ['{"lamp": "seen "}', error("paper jam")]
-    assert trajectory.num_turns == 2
-
-
 # What the environment does wrong is a status
-
-
-class NervousUser:
-    def reply(self, message):
-        raise OSError("line dead")
-
-
-class NervousDesk(Desk):
-    user = NervousUser()
 
 
 class CountingUser:
@@ -304,26 +259,13 @@ class CountingDesk(Desk):
     user = CountingUser()
 
 
-@pytest.mark.parametrize(
-    ("environment", "fails", "text", "where"),
-    [
-        (Desk, "reset", "RuntimeError: no desk", " (helpers.py, line "),
-        (Desk, "get_reward", "KeyError: 'ledger'", " (helpers.py, line "),
-        (NervousDesk, "user", "OSError: line dead", " (test_rollout.py, line "),
-        (CountingDesk, "user", "TypeError: the user replied int, not text or None", ""),
-    ],
-)
-def test_an_environment_that_raises_gives_reward_0_and_is_kept(environment, fails, text, where):
-    broken = make_task("broken", payload=json.dumps({"fails": fails}))
-    tasks = [make_task("first"), broken, make_task("last")]
-    trajectories, _ = play_all([[say("done")]] * 3, environment=environment, tasks=tasks)
-    assert [trajectory.task_id for trajectory in trajectories] == ["first", "broken", "last"]
-    failed = trajectories[1]
-    assert failed.stop_reason is StopReason.ENVIRONMENT_ERROR
-    assert failed.reward == 0.0
-    assert failed.error.startswith(text + where) and failed.error.endswith(where and ")")
-    if environment is Desk:
-        assert [trajectories[0].reward, trajectories[2].reward] == [1.0, 1.0]
+def test_a_user_who_replies_something_else_fails_its_episode_alone():
+    tasks = [make_task(name) for name in ("first", "last")]
+    trajectories, _ = play_all([[say("done")]] * 2, environment=CountingDesk, tasks=tasks)
+    assert [trajectory.task_id for trajectory in trajectories] == ["first", "last"]
+    for trajectory in trajectories:
+        assert trajectory.stop_reason is StopReason.ENVIRONMENT_ERROR
+        assert trajectory.error == "TypeError: the user replied int, not text or None"
 
 
 # Users, tools that end, and TRL's style
@@ -354,41 +296,6 @@ def test_a_user_answers_until_there_is_nothing_to_say():
     assert (trajectory.stop_reason, trajectory.reward) == (StopReason.COMPLETED, 0.5)
 
 
-class ClosingDesk(Desk):
-    def close(self) -> str:
-        """Close the desk, which ends the conversation."""
-        self.done = True
-        return "closed"
-
-    def get_reward(self) -> float:
-        return 1.0 if getattr(self, "done", False) else 0.0
-
-
-def test_a_tool_can_end_the_episode():
-    message = call("close")
-    message["tool_calls"] += call("jam")["tool_calls"]
-    trajectory = play(call("look", item="lamp"), message, environment=ClosingDesk)
-    assert (trajectory.stop_reason, trajectory.reward) == (StopReason.COMPLETED, 1.0)
-    assert results(trajectory) == ['{"lamp": "seen "}', "closed"]  # the jam was not reached
-    assert trajectory.loss_mask[-1]
-
-
-def test_an_environment_written_for_trl_runs_unchanged():
-    assert not hasattr(Desk, "user") and not hasattr(Desk, "done")
-    kept = []
-
-    class Watched(Desk):
-        def __init__(self):
-            kept.append(self)
-
-    trajectory = play(call("wait", minutes=2), say("done"), environment=Watched)
-    assert results(trajectory) == ["2 minutes later"]
-    (environment,) = kept
-    assert set(environment.row) == {"domain", "id", "prompt", "payload"}
-    assert environment.row["prompt"][-1] == {"role": "user", "content": "hello"}
-    assert environment.final_message == "done"
-
-
 def test_every_episode_has_an_environment_of_its_own_and_cannot_alter_the_task():
     class Vandal(Desk):
         def reset(self, **row):
@@ -415,15 +322,11 @@ def test_no_more_than_max_live_episodes_are_open_at_once_and_order_is_kept():
     assert [trajectory.num_turns for trajectory in trajectories] == [1, 2, 3, 1, 2, 3, 1, 2]
 
 
-def test_no_episodes_are_no_trajectories():
-    assert play_all([])[0] == []
-
-
 @pytest.mark.parametrize("domain", DOMAINS)
 def test_an_experts_messages_earn_the_reward_through_the_rollout(domain):
     module = module_of(domain)
     environments = environments_of(embedded(domain))
-    tasks = module.generate_tasks(5, 40, "train", "medium")
+    tasks = module.generate_tasks(5, 8, "train", "medium")
     scripts = {}
     for number, task in enumerate(tasks):
         messages, reward = run_expert(environments[domain](), module.expert, task)
@@ -431,30 +334,12 @@ def test_an_experts_messages_earn_the_reward_through_the_rollout(domain):
         scripts[number] = [m for m in messages if m["role"] == "assistant"]
     rollout = rollout_of(ScriptedSampler(scripts), chat(), environments, RolloutSettings())
     trajectories = rollout([RolloutRequest(task=t, trial=0, key=n) for n, t in enumerate(tasks)])
-    assert [trajectory.reward for trajectory in trajectories] == [1.0] * 40
+    assert [trajectory.reward for trajectory in trajectories] == [1.0] * 8
     assert {trajectory.stop_reason for trajectory in trajectories} == {StopReason.COMPLETED}
     records = [trajectory.record() for trajectory in trajectories]
     assert [(r.domain, r.task_id, r.branch) for r in records] == [
         (task.domain, task.id, task.branch) for task in tasks
     ]
-
-
-def test_the_real_sampler_plays_the_same_episodes_again():
-    module = module_of("retail")
-    tasks = module.generate_tasks(5, 4, "train", "medium")
-    model = tiny_model(tokenizer(), seed=1)
-    sampler = RowSampler(model, chat().end_of_turn_id, 1.0, torch.float32)
-    limits = RolloutSettings(max_tokens=120, max_tokens_per_turn=12)
-    rollout = rollout_of(sampler, chat(), environments_of(embedded("retail")), limits)
-    requests = [
-        RolloutRequest(task=task, trial=trial, key=stream_key(1, *task.key, trial))
-        for task in tasks
-        for trial in range(3)
-    ]
-    first, again = rollout(requests), rollout(requests)
-    assert [t.completion_ids for t in first] == [t.completion_ids for t in again]
-    assert len({tuple(t.completion_ids) for t in first}) == 12
-    assert all(t.num_tokens <= 120 for t in first)
 
 
 class ShortOfMemory(RowSampler):
@@ -489,7 +374,7 @@ class Late(Desk):
         return f"{item}: late"
 
 
-@pytest.mark.parametrize(("failing", "number"), [(1, 8), (2, 8), (3, 4)])
+@pytest.mark.parametrize(("failing", "number"), [(1, 8), (3, 4)])
 def test_a_rollout_that_runs_out_of_memory_goes_on_with_half_as_many_episodes(
     failing, number, capsys
 ):

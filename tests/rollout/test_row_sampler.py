@@ -5,12 +5,10 @@ from random import Random
 
 import pytest
 import torch
-from torch.nn.functional import scaled_dot_product_attention
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from pipeline.models.sampling_copy import trained_weights
-from pipeline.rollout.row_sampler import RowSampler, attend_to_cache
-from pipeline.rollout.sequences import forward_passes, shared_prefixes
+from pipeline.rollout.row_sampler import RowSampler
 from scripts.proofs.grid import small_model
 
 END = 0
@@ -65,9 +63,9 @@ def test_a_large_cache_is_freed_after_the_last_conversation(monkeypatch, large, 
     assert first.ids == alone(1)[0].ids
 
 
-@pytest.mark.parametrize("until", [pytest.param(1, marks=pytest.mark.proof), 3, 100])
+@pytest.mark.parametrize("until", [pytest.param(1, marks=pytest.mark.proof), 3])
 def test_rows_come_and_go_without_a_trace_in_what_others_say(until):
-    sampler, waiting, live = sampler_of(), list(range(26)), {}
+    sampler, waiting, live = sampler_of(), list(range(16)), {}
     said = {number: [] for number in waiting}
     while waiting or live:
         joining = [waiting.pop() for _ in range(min(len(waiting), 10 - len(live)))]
@@ -88,7 +86,7 @@ def test_rows_come_and_go_without_a_trace_in_what_others_say(until):
 
 def test_looking_at_tokens_rarely_as_on_a_gpu_changes_none_of_them():
     found = []
-    for steps in (1, 8, 5):
+    for steps in (1, 5):
         sampler = sampler_of()
         sampler.steps_per_check, sampler.shares_rows = steps, steps == 1
         episodes = sampler.open([prompt_of(n) for n in range(32)], range(32))
@@ -97,7 +95,6 @@ def test_looking_at_tokens_rarely_as_on_a_gpu_changes_none_of_them():
             sampler.extend(episode, replies_of(number)[0])
         found.append([*turns[0], *sampler.sample(episodes, [11] * 32)])
     assert all_close(found[0], found[1])
-    assert all_close(found[0], found[2])
 
 
 PREFIX = [1 + i % 15 for i in range(80)]
@@ -131,20 +128,6 @@ def test_a_common_prefix_may_hold_a_longer_one():
         assert all_close(by_itself.sample(episodes, [9]), [said[key]])
 
 
-def test_shared_prefixes_are_long_openings_and_not_the_first_tokens_of_two_domains():
-    one, two = tuple(range(100)), tuple(range(10)) + tuple(range(200, 290))
-    prompts = [(*one, 1), (*one, 2, 3), (*two, 1), (*two, 1, 5), (7, 8)]
-    assert shared_prefixes(prompts, 64) == [one, (*two, 1)]
-    assert shared_prefixes(prompts, 101) == [(*two, 1)]
-    assert shared_prefixes([(*one, 1)], 64) == []
-
-
-def test_lengths_are_fed_apart_where_that_saves_more_than_a_pass_costs():
-    assert forward_passes([50, 10, 10]) == [(0, 3)]  # 80 tokens of padding
-    assert forward_passes([50, 10, 10, 10, 10]) == [(0, 1), (1, 5)]
-    assert forward_passes([600, 590, 300, 290, 3]) == [(0, 2), (2, 4), (4, 5)]
-
-
 def test_weights_of_equal_type_are_shared_and_others_are_copied_when_told():
     model = small_model(seed=0)
     shared, copied = sampler_of(model), sampler_of(model, torch.bfloat16)
@@ -165,18 +148,6 @@ def test_weights_of_equal_type_are_shared_and_others_are_copied_when_told():
     assert all_close(
         shared.sample([episode], [9]), expected.sample(expected.open([[1, 2, 3]], [1]), [9])
     )
-
-
-@pytest.mark.parametrize("num_queries", [1, 5])
-def test_heads_that_share_keys_attend_as_if_these_were_repeated(num_queries):
-    query = torch.randn(3, 6, num_queries, 8)
-    key, value = torch.randn(2, 3, 2, 7, 8)
-    mask = torch.zeros(3, 1, num_queries, 7)
-    mask[1, :, :, 4:] = mask[2, :, 0, 1:] = float("-inf")
-    output, _ = attend_to_cache(torch.nn.Module(), query, key, value, mask, scaling=0.3)
-    repeated = (x.repeat_interleave(3, dim=1) for x in (key, value))
-    expected = scaled_dot_product_attention(query, *repeated, attn_mask=mask, scale=0.3)
-    assert torch.allclose(output, expected.transpose(1, 2), atol=1e-6)
 
 
 def test_rows_that_wait_and_padding_stay_within_learned_positions():
@@ -244,7 +215,7 @@ def test_the_cache_is_made_once_for_as_many_rows_and_tokens_as_conversations_may
     assert sizes == {(8, 80)}  # multiples of ROWS and LENGTHS
 
 
-@pytest.mark.parametrize("entries", [1, 40, 300])
+@pytest.mark.parametrize("entries", [1, 40])
 def test_long_inputs_are_fed_in_pieces_whose_mask_is_small(entries, monkeypatch):
     prompts = [[*PREFIX, *prompt_of(number)] for number in range(5)]
     whole = sampler_of()
@@ -258,12 +229,3 @@ def test_long_inputs_are_fed_in_pieces_whose_mask_is_small(entries, monkeypatch)
     assert all_close(said, expected)
     assert pieces.num_tokens == whole.num_tokens
     assert all(mask.shape[2] == 1 or mask.numel() <= 2 * entries for mask in masks)
-
-
-def test_a_mask_has_the_type_of_the_weights():
-    sampler = sampler_of(dtype=torch.bfloat16)
-    sampler.open([[1, 2, 3]], [1])
-    rows, positions = torch.tensor([0]), torch.tensor([[0, 1]])
-    mask = sampler._cache.place(rows, positions, 2, True)
-    assert (mask.dtype, list(mask.shape)) == (torch.bfloat16, [1, 1, 2, 16])
-    assert mask.isinf().sum(-1).tolist() == [[[15, 14]]]

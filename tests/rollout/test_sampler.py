@@ -63,9 +63,3 @@ def test_weights_of_another_model_are_refused_by_name(kind):
     assert f"{name} is given twice" in refused([*whole.items(), (name, whole[name])])
     assert f"{name} has the shape [32, 64]" in refused({**whole, name: whole[name].T}.items())
     sampler.load_weights(whole.items())
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_one_prompt_has_one_key(kind):
-    with pytest.raises(ValueError, match="zip"):
-        kind(small_model(), 0, 1.0, torch.float32).open([[1, 2], [3]], [1])

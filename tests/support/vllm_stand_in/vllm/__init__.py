@@ -134,6 +134,7 @@ class LLMEngine:
         assert not self.requests
 
     def add_lora(self, request: Any) -> None:
+        self.num_syncs += 1
         assert self.arguments.enable_lora and not self.adapters
         config = json.loads((Path(request.path) / "adapter_config.json").read_text())
         assert config["r"] <= self.arguments.max_lora_rank
