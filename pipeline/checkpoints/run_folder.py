@@ -243,10 +243,10 @@ def refuse_changes(config: Config, old: dict[str, Any], name: str) -> list[str]:
     """Raise UserError if a changed setting affects results; with `override`, return a note."""
     new = config.model_dump(mode="json")
     changes = []
-    for section, name in SETTINGS:
-        before = old.get(section, {}).get(name)
-        now = new[section][name]
-        setting = full_name(section, name)
+    for section, key in SETTINGS:
+        before = old.get(section, {}).get(key)
+        now = new[section][key]
+        setting = full_name(section, key)
         if before != now and setting not in HARMLESS:
             changes.append(f"{setting} {json.dumps(before)} -> {json.dumps(now)}")
     if not changes:

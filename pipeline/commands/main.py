@@ -21,7 +21,7 @@ TRAIN = "pipeline.run:main"
 ANEW = "--no-grpo --warm-start-steps 0 --rft-rounds 0 --output-dir null --num-gpus null "
 ANEW += "--run-name null --agent-url null --agent-model null --agent-temperature null "
 ANEW += "--chat-template null --system-prompt null "
-ANEW += "--agent-key OPENAI_API_KEY --max-agent-calls null --max-agent-tokens null"
+ANEW += "--agent-key OPENAI_API_KEY --agent-max-calls null --agent-max-tokens null"
 
 
 class Command(NamedTuple):
