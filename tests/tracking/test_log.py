@@ -278,15 +278,12 @@ def test_progress_is_a_line_now_and_then_without_a_terminal(capsys):
     ]
 
 
-def test_progress_of_many_steps_without_rewards_stays_short(capsys):
+def test_progress_of_many_steps_is_ten_lines_whatever_is_not_known_yet(capsys):
     with StageProgress("warm start", 440, is_main=True) as progress:
         for step in range(440):
             progress.step({"loss": None if step < 55 else 0.25})
     lines = capsys.readouterr().err.splitlines()
-    assert len(lines) == 10
-    assert lines[0].startswith("warm start 44/440  ") and "loss" not in lines[0]
-    assert lines[1].startswith("warm start 88/440  loss 0.250  ")
-    assert lines[-1].endswith(" s")  # nothing is left
+    assert ["loss 0.250" in line for line in lines] == [False] + [True] * 9
 
 
 def test_episodes_are_a_line_per_minute_without_a_terminal(capsys, monkeypatch):
@@ -322,10 +319,3 @@ def test_importing_it_needs_no_torch_and_no_tracker():
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
     )
     assert done.stdout == "[]\n"
-
-
-def test_what_json_does_not_know_becomes_null(tmp_path):
-    with RunLog(tmp_path, config(), is_main=True) as log:
-        log.metrics({"step": 1, "a": math.nan, "b": [math.inf, 1.0], "c": {"d": -math.inf}})
-    text = (tmp_path / "metrics.jsonl").read_text()
-    assert text == '{"step": 1, "a": null, "b": [null, 1.0], "c": {"d": null}}\n'
