@@ -136,19 +136,6 @@ def test_one_rank_alone_needs_no_process_group():
     assert found == hash_of(small_model())
 
 
-def test_between_phases_the_last_one_is_named():
-    ranks = Ranks(0, 1, 60)
-    assert str(ranks.current) == "start"
-    with ranks.phase("evaluate", "start", 0):
-        with ranks.phase("checkpoint", "airline", 3):
-            pass
-        assert str(ranks.current) == "evaluate start step 0"
-    assert str(ranks.current) == "after evaluate start step 0"
-    with ranks.phase("sample", "airline", 4):
-        assert str(ranks.current) == "sample airline step 4"
-    assert str(ranks.current) == "after sample airline step 4"
-
-
 def hash_of(module) -> str:
     return parameter_hash(module.named_parameters())
 

@@ -102,7 +102,6 @@ def waited(tmp_path_factory):
         "torch": (played_in, wait_in_torch, 2),
         "slow": (played_in, slow, 2),
         "restarted": (played_in, restarted, 2),
-        "alone": (played_in, stuck_outside_python, 1),
         "lost": (played_in, lost, 2),
         "apart": (play_apart,),
     }
@@ -150,6 +149,9 @@ def test_a_rank_that_hangs_is_named_and_ended(waited, kind):
     assert last == "rank 1 said nothing"
     if kind == "hang":
         assert "rank 1 is at\n" in said and "time.sleep(1000)" in said
+    else:
+        assert re.search("^rank 1 .* is ended: it is stuck outside Python, or ", said, re.MULTILINE)
+        assert "Fatal Python error: Aborted" in said and "in befall" in said
     named = r"^rank 1 on \S+ \(pid \d+\) (hangs in|did not come to 'end of rollouts': it is in) "
     found = re.findall(rf"{named}sample airline step 2, task {SHOWN}", said, re.MULTILINE)
     assert len(found) == 1
@@ -287,21 +289,6 @@ def test_handlers_of_signals_are_put_back():
     with Watchdog(Ranks(0, 1, 60), 60):
         assert signal.getsignal(signal.SIGTERM) != before[0]
     assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == before
-
-
-def stuck_outside_python(stderr: str) -> None:
-    os.dup2(os.open(stderr, os.O_WRONLY | os.O_APPEND | os.O_CREAT), 2)
-    watching.GRACE_S = 1.0
-    with Watchdog(Ranks(0, 1, 60), 1):
-        ctypes.PyDLL(None).sleep(1000)
-
-
-def test_a_rank_alone_that_is_stuck_outside_python_is_ended_with_its_stack(waited):
-    results, said = waited["alone"].result()
-    assert results == ["rank 0 said nothing"]
-    named = r"rank 0 on \S+ \(pid \d+\) shows no sign of life for 2 s and is ended: it is stuck "
-    assert re.match(f"{named}outside Python, or ", said)
-    assert "Fatal Python error: Aborted" in said and "in stuck_outside_python" in said
 
 
 def begin_apart(stderr: str) -> int:
