@@ -22,7 +22,7 @@ from tests.support.messages import refusal, says
 RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
 QWEN = "qwen3_4b_8gpu"
 # Recipes with `tau2` need a checkout: tests/end_to_end/test_tau2.py runs them. `mixed` is checked
-# by test_installed.py; test_transfer_proof.py and test_models_of_others.py play other two.
+# by test_installed.py; test_sweep.py and test_models_of_others.py play other two.
 OF_OTHER_TESTS = {"three_domain_tiny", "evaluate_only", QWEN, "mixed", "forgetting", "pretrained"}
 OF_OTHER_TESTS |= {"qwen3_0.6b_1gpu", "qwen3_8b_lora_8gpu", "qwen3_4b_vllm_8gpu"}
 OF_OTHER_TESTS |= {"tau2_telecom_tiny", "tau2_three_smoke", "qwen3_4b_tau2_8gpu"}
@@ -89,7 +89,7 @@ def test_an_environment_that_the_run_does_not_serve_is_told(capsys):
 
 def test_an_evaluation_has_no_stages_and_a_check_writes_nothing(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    evaluation = with_settings(load_recipe("evaluate_only"), run={"output_dir": tmp_path / "out"})
+    evaluation = load_recipe("evaluate_only").changed("run", output_dir=tmp_path / "out")
     assert check.main(evaluation) == 0
     assert list(tmp_path.iterdir()) == []
     said = capsys.readouterr().out
@@ -198,30 +198,23 @@ def test_adapters_alone_need_gradients_moments_and_a_reference():
     count = 36 * 16 * (2 * (2560 + 4096) + 2 * (2560 + 1024) + 3 * (2560 + 9728))
     recipe = load_recipe(QWEN)
     assert recipe.model.use_peft and (recipe.model.lora_r, recipe.warm_start.steps) == (16, 0)
-    need = Memory(with_settings(recipe, grpo={"beta": 0.1})).terms()
+    need = Memory(recipe.changed("grpo", beta=0.1)).terms()
     assert need["LoRA adapters, twice"] == 8 * count
     assert need["gradients"] == need["reference policy"] == 4 * count
     assert need["moments of AdamW"] == 8 * count
     assert need["weights (bf16)"] == 2 * 4_022_468_096
     assert "sampling copy" not in need
-    some = Memory(with_settings(recipe, model={"lora_target_modules": ["q_proj"]})).terms()
+    some = Memory(recipe.changed("model", lora_target_modules=["q_proj"])).terms()
     assert some["gradients"] == 4 * 36 * 16 * (2560 + 4096)
 
 
 def test_full_training_in_bf16_has_a_copy_and_a_sharded_optimizer_leaves_each_rank_its_share():
-    recipe = with_settings(load_recipe(QWEN), model={"use_peft": False})
+    recipe = load_recipe(QWEN).changed("model", use_peft=False)
     whole = Memory(recipe).terms()
-    shared = Memory(with_settings(recipe, grpo={"shard_optimizer": True})).terms()
+    shared = Memory(recipe.changed("grpo", shard_optimizer=True)).terms()
     assert whole["moments of AdamW"] == 8 * 4_022_468_096
     assert whole["sampling copy"] == 2 * 4_022_468_096
     assert shared == {**whole, "moments of AdamW": 4_022_468_096}  # on 8 ranks
-
-
-def with_settings(settings: Config, **sections) -> Config:
-    changed = {
-        name: getattr(settings, name).model_copy(update=values) for name, values in sections.items()
-    }
-    return settings.model_copy(update=changed)
 
 
 def test_a_run_on_a_checkpoint_of_adapters_is_checked(tmp_path):
@@ -290,11 +283,11 @@ def test_an_episode_of_one_message_is_no_longer_than_prompt_and_turn():
 
 def test_as_many_episodes_play_at_once_as_fit(monkeypatch, capsys):
     large = config(rollout={"max_tokens": 4096, "max_concurrent_episodes": 100})
-    large = with_settings(large, grpo={"use_grpo": False}, evaluation={"eval_trials": 8})
+    large = large.changed("grpo", use_grpo=False).changed("evaluation", eval_trials=8)
     need = Memory(large).need()  # 3 domains x 6 tasks x 8 trials are more than 100 episodes
     monkeypatch.setattr("pipeline.preflight.memory.memory_of_a_rank", lambda _: need)
     assert check_and_prepare(large).episodes_at_once == 100
-    enough = Memory(with_settings(large, rollout={"max_concurrent_episodes": 40})).need()
+    enough = Memory(large.changed("rollout", max_concurrent_episodes=40)).need()
     monkeypatch.setattr("pipeline.preflight.memory.memory_of_a_rank", lambda _: enough)
     assert check_and_prepare(large).episodes_at_once == 40
     said = "note: 40 of 100 episodes at once, as many as fit into memory\n"
