@@ -256,6 +256,20 @@ def test_a_check_needs_no_ranks_and_is_made_once(replaced, monkeypatch):
     assert checked == [64]
 
 
+def test_an_interrupted_run_says_so_without_a_traceback(replaced, monkeypatch, capsys):
+    def interrupted(config):
+        signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "")
+    replaced("train", interrupted)
+    before = signal.getsignal(signal.SIGINT)
+    try:
+        assert run.main([]) == 1
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert capsys.readouterr().err == "running on CPU: 1 rank\ninterrupted\n"
+
+
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(0), asyncio.CancelledError()])
 def test_what_code_raises_besides_exceptions_has_its_traceback(replaced, error, capsys):
     """A note is what the watchdog of a run adds: which rank, and in what."""

@@ -11,8 +11,10 @@ import pytest
 from tokenizers import Tokenizer, decoders, models
 
 from pipeline.plots import pictures
-from pipeline.report.reader_data import choose, read_episodes
+from pipeline.plots.drawing import shown
+from pipeline.report.reader_data import choose, read_episodes, token_texts_of
 from pipeline.report.write import rich, sections_of, table, write_report
+from pipeline.tracking.run_files import load_run
 from tests.support.report_runs import (  # noqa: F401
     THREE,
     episode,
@@ -63,7 +65,8 @@ def run_folder(tmp_path_factory):
         row["difference"] = {EVIL: [EVIL, EVIL]}
     write_step(folder, "telecom", 21, evil)
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(pictures, "OF_RUN", {"learning_curves": pictures.learning_curves})
+        few = ("learning_curves", "accuracy_matrix")
+        patched.setattr(pictures, "OF_RUN", {name: pictures.OF_RUN[name] for name in few})
         write_report(folder)
     return folder
 
@@ -322,6 +325,21 @@ def test_the_page_points_at_nothing_outside_of_it(run_folder):
     assert "default-src 'none'" in text
 
 
+def test_no_two_elements_of_the_page_have_the_same_id(run_folder):
+    ids = re.findall(r' id="([^"]*)"', (run_folder / "report.html").read_text())
+    assert len(ids) > 50, "clip paths of the pictures"
+    assert len(set(ids)) == len(ids)
+
+
+def test_a_picture_shows_every_number_of_the_matrix(run_folder):
+    text = (run_folder / "report.html").read_text()
+    [picture] = re.findall(r'aria-label="Accuracy matrix[^"]*">(.*?)</figure>', text, re.DOTALL)
+    for row in load_run(run_folder).transfer["domains"]["matrix"]:
+        for value, interval in (shown(number).split(" ", 1) for number in row):
+            assert f">{value}<" in picture
+            assert interval in picture
+
+
 def test_whole_groups_are_taken_evenly_over_stages_and_steps():
     sizes = {(("long", step), ("airline", str(i))): 8 for step in range(100) for i in range(10)}
     sizes |= {(("short", 100), ("airline", str(i))): 8 for i in range(10)}
@@ -358,6 +376,12 @@ def test_a_transcript_that_was_cut_off_is_read_as_far_as_it_goes(tmp_path):
     index = read_episodes(tmp_path).index
     assert 40 < index["total"] < 80
     assert index["shown"] == index["total"]
+
+
+def test_a_character_of_several_tokens_stands_at_the_last_of_them(tmp_path):
+    texts = token_texts_of(write_tokenizer(tmp_path))
+    assert texts([0, 1, 3, 4, 2]) == ["call", " look", "", "ä", " up"]
+    assert texts([3, 0, 4]) == ["\ufffd", "call", "\ufffd"]
 
 
 def test_text_is_escaped_before_its_marks_become_elements():
