@@ -64,12 +64,9 @@ def test_no_and_dates_are_text_in_a_recipe(recipe):
     [
         (["--group-size", "4"], "rollout", "num_generations", 4),
         (["--num-generations=4"], "rollout", "num_generations", 4),
-        (["--num_generations=4"], "rollout", "num_generations", 4),
-        (["--group_size", "4"], "rollout", "num_generations", 4),
         (["--no_grpo"], "grpo", "use_grpo", False),
         (["--warm_start_learning_rate", "1e-3"], "warm_start", "learning_rate", 0.001),
         (["--run_name=a_b"], "tracking", "run_name", "a_b"),
-        (["--num-gpus", "8"], "run", "num_gpus", 8),
         (["--use-grpo"], "grpo", "use_grpo", True),
         (["--no-grpo"], "grpo", "use_grpo", False),
         (["--check"], "run", "check", True),
@@ -141,50 +138,6 @@ def test_a_shipped_recipe_parses_and_survives_a_round_trip(path, tmp_path):
     assert load_recipe(written) == config
 
 
-def test_the_shipped_recipes_are_all_here():
-    assert [path.stem for path in RECIPES] == [
-        "evaluate_only",
-        "forgetting",
-        "mixed",
-        "pretrained",
-        "qwen3_0.6b_1gpu",
-        "qwen3_4b_8gpu",
-        "qwen3_4b_tau2_8gpu",
-        "qwen3_4b_vllm_8gpu",
-        "qwen3_8b_lora_8gpu",
-        "smollm2_desk",
-        "smollm2_sums",
-        "tau2_telecom_tiny",
-        "tau2_three_smoke",
-        "three_domain_tiny",
-    ]
-
-
-@pytest.mark.parametrize(
-    ("recipe", "section", "values"),
-    [
-        ("three_domain_tiny", "curriculum", {"curriculum": "sequential", "replay": 0.3}),
-        ("forgetting", "curriculum", {"curriculum": "sequential", "replay": 0}),
-        ("forgetting", "grpo", {"beta": 0}),
-        ("mixed", "curriculum", {"curriculum": "mixed"}),
-        ("evaluate_only", "grpo", {"use_grpo": False}),
-        ("tau2_telecom_tiny", "data", {"domains": ["telecom"]}),
-        ("tau2_three_smoke", "data", {"domains": ["airline", "retail", "telecom"]}),
-        ("qwen3_4b_8gpu", "model", {"model": "Qwen/Qwen3-4B", "use_peft": True}),
-        ("qwen3_4b_8gpu", "model", {"chat_template_kwargs": {"enable_thinking": False}}),
-        ("qwen3_4b_8gpu", "run", {"num_gpus": 8}),
-        ("qwen3_8b_lora_8gpu", "model", {"model": "Qwen/Qwen3-8B", "use_peft": True}),
-        ("qwen3_0.6b_1gpu", "model", {"use_peft": False}),
-        ("qwen3_0.6b_1gpu", "run", {"num_gpus": 1}),
-        ("qwen3_4b_tau2_8gpu", "customer", {"url": "http://HOST:8000/v1"}),
-        ("qwen3_4b_vllm_8gpu", "rollout", {"sampler": "vllm", "vllm_memory": 0.4}),
-    ],
-)
-def test_a_shipped_recipe_is_what_its_name_says(recipe, section, values):
-    settings = getattr(load_recipe(recipe), section)
-    assert {name: getattr(settings, name) for name in values} == values
-
-
 def test_dump_keeps_what_yaml_readers_would_take_for_something_else(tmp_path):
     argv = ["--mixed-precision", "no", "--run-name", "1e-6", "--tags", "1e5,yes,007,008,null,ü: #"]
     config = parse([*argv, "--learning-rate", "1e-6", "--output-dir", "null"])
@@ -247,12 +200,7 @@ def test_help_groups_the_flags_and_shows_the_values_of_the_recipe(capsys):
     ("argv", "words"),
     [
         (["--learning-rte", "1"], ("unknown flag --learning-rte", "did you mean --learning-rate?")),
-        (["--lerning_rate", "1"], ("unknown flag --lerning_rate", "mean --learning-rate?")),
-        (["--max-step=3"], ("unknown flag --max-step;", "did you mean --max-steps?")),
-        (["--sede", "3"], ("unknown flag --sede;", "did you mean --seed?")),
         (["--topk", "3"], ("unknown flag --topk;", "did you mean --top-k?")),
-        (["--domain", "retail"], ("unknown flag --domain;", "did you mean --domains?")),
-        (["--output", "x"], ("unknown flag --output;", "did you mean --output-dir?")),
         (["--resume", "latest"], ("unknown flag --resume;", "mean --resume-from-checkpoint?")),
         (["--learning", "1"], ("unknown flag --learning;", "did you mean --learning-rate?")),
         (["--zzz=1"], ("unknown flag --zzz", "--help")),
@@ -270,13 +218,7 @@ def test_help_groups_the_flags_and_shows_the_values_of_the_recipe(capsys):
         (["--seed", "null"], ("--seed: got None", "a valid integer")),
         (["--max-steps", "1.5"], ("--max-steps: got 1.5", "a valid integer")),
         (["--group-size", "1"], ("--num-generations: got 1", "greater than or equal to 2")),
-        (["--num-gpus", "0"], ("--num-gpus: got 0", "greater than 0")),
-        (["--replay", "1"], ("--replay: got 1", "less than 1")),
         (["--tasks", "{airline:a.jsonl}"], ("{airline:a.jsonl}", "a space after each colon")),
-        (
-            ["--warm-start-steps", "-1"],
-            ("--warm-start-steps: got -1", "greater than or equal to 0"),
-        ),
         (["--model", ""], ("--model: got ''", "not be empty")),
         (["--output-dir="], ("--output-dir: got ''", "not be empty")),
         (
@@ -299,7 +241,6 @@ def test_help_groups_the_flags_and_shows_the_values_of_the_recipe(capsys):
             ("--config: got 'elsewhere/mixed.yaml'", "forgetting", "did you mean mixed?"),
         ),
         (["--config", "/tmp"], ("--config: got '/tmp'", "no file", "give")),
-        (["--config", "/dev/zero"], ("--config", "/dev/zero", "no file")),
         (["--config", "x" * 5000], ("--config", "xxx...", "no file")),
         (["--config", "https://me:my@secret@hub.example/x"], ("https://***@hub.example/x",)),
         (["--run-name", "\udcff"], ("--run-name", "\\udcff", "Unicode")),
@@ -413,7 +354,6 @@ def test_settings_that_contradict_each_other_are_refused(argv, words):
     [
         ("grop: {beta: 0}", ("section grop;", "did you mean grpo?")),
         ("1: 2", ("section 1;", "--help")),
-        ("zzz: {}", ("section zzz;", "--help")),
         ("beta: 0", ("section beta;", "in section grpo")),
         ("learning_rate: 1e-6", ("section learning_rate;", "learning_rate in section grpo")),
         (
@@ -421,7 +361,6 @@ def test_settings_that_contradict_each_other_are_refused(argv, words):
             ("section vllm_importance_sampling_mode;", "in section grpo"),
         ),
         ("grpo: {lerning_rate: 1}", ("setting grpo.lerning_rate;", "did you mean learning_rate?")),
-        ("model: {max_step: 1}", ("setting model.max_step;", "max_steps in section grpo")),
         ("data: {customer_url: x}", ("setting data.customer_url;", "url in section customer")),
         ("data: {customer: llm}", ("customer: write `customer_url` for a language model",)),
         ("model: {seed: 1}", ("setting model.seed;", "in section run")),
@@ -431,7 +370,6 @@ def test_settings_that_contradict_each_other_are_refused(argv, words):
             ("group_size: called `num_generations` here",),
         ),
         ("curriculum: mixed", ("curriculum: got 'mixed'", "indented")),
-        ("run: {seed: -1}", ("run.seed: got -1", "greater than or equal to 0")),
         ("run: {check: 3}", ("run.check: got 3", "a valid boolean")),
         ("data: {tasks_per_domain: true}", ("data.tasks_per_domain: got True", "true or false")),
         ("tracking: {run_name: 7}", ("tracking.run_name: got 7", "a valid string")),
@@ -439,16 +377,13 @@ def test_settings_that_contradict_each_other_are_refused(argv, words):
         ("tracking: {tags: a}", ("tracking.tags: got 'a'", "a valid list")),
         ("recipe: [a]", ("recipe: got ['a']", "a valid string")),
         ("grpo:\n  beta: 0\n  beta: 1", ("line 3", "beta is given twice", "correct")),
-        ("run: {seed: 1}\nrun: {}", ("line 2", "run is given twice", "correct")),
         ("run:\n  seed: 1: 2", ("line 2", "mapping values", "correct")),
         ("a: *b", ("line 1", "alias 'b'", "correct")),
         ("run: !!python/object:os.system {}", ("line 1", "constructor", "os.system", "correct")),
         ("- a", ("no mapping", "write sections")),
         ("# nothing", ("no mapping", "write sections")),
         ("", ("no mapping", "write sections")),
-        ("run: {seed: one}", ("run.seed", "'one'", "a valid integer")),
         ("run: {seed: 1", ("expected ',' or '}'", "correct")),
-        ("run: {seed: !!python/object/apply:os.getpid []}", ("os.getpid", "correct")),
         ("run: {check: !!bool perhaps}", ("'perhaps'", "correct")),
         (f"run: {{seed: {'9' * 5000}}}", ("4300 digits", "correct")),
         ("run: {seed: 4294967296}", ("run.seed", "4294967296", "less than or equal to")),
@@ -477,10 +412,6 @@ def test_settings_that_contradict_each_other_are_refused(argv, words):
         (
             "grpo: {vllm_importance_sampling_clip_max: 0}",
             ("vllm_importance_sampling_clip_max: got 0", "greater than 0"),
-        ),
-        (
-            "grpo: {vllm_importance_sampling_clip_min: -1}",
-            ("vllm_importance_sampling_clip_min: got -1", "greater than or equal to 0"),
         ),
         (
             "grpo: {vllm_importance_sampling_clip_min: 3}",
@@ -592,11 +523,6 @@ def test_task_files_are_named_by_domain():
         ("a.jsonl", ("--tasks: got 'a.jsonl'", "a valid dictionary")),
     ):
         says(refusal(parse, [*own, "--tasks", value]), *words)
-
-
-def test_settings_cannot_be_changed_after_parsing():
-    with pytest.raises(ValueError, match="frozen"):
-        parse([]).run.seed = 2
 
 
 # Surroundings

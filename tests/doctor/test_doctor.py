@@ -44,19 +44,6 @@ def rows_of(text: str) -> dict[str, tuple[str, str]]:
 # The command
 
 
-@pytest.fixture
-def environment(tmp_path, monkeypatch):
-    """An empty folder to run in, without a GPU and without settings of Accelerate."""
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "tmp").mkdir()
-    for name, value in {"HF_HOME": "home", "TMPDIR": "tmp", "CUDA_VISIBLE_DEVICES": ""}.items():
-        monkeypatch.setenv(name, str(tmp_path / value) if value else value)
-
-
-def files() -> list[str]:
-    return sorted(str(path) for path in Path(".").rglob("*"))
-
-
 def test_two_ranks_that_are_well_get_every_row_and_leave_nothing(tmp_path):
     done = play("--doctor", "--output-dir", "deep/er/run", cwd=tmp_path)
     rows = rows_of(done.stdout)
@@ -104,6 +91,24 @@ def examined(num_ranks, *arguments):
     return codes[0], rows
 
 
+def wrong_sum(rank):
+    if rank == 1:
+        doctor.sum_over_ranks = lambda tensor: distributed.sum_over_ranks(tensor) + 0.25
+
+
+@pytest.fixture
+def environment(tmp_path, monkeypatch):
+    """An empty folder to run in, without a GPU and without settings of Accelerate."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "tmp").mkdir()
+    for name, value in {"HF_HOME": "home", "TMPDIR": "tmp", "CUDA_VISIBLE_DEVICES": ""}.items():
+        monkeypatch.setenv(name, str(tmp_path / value) if value else value)
+
+
+def files() -> list[str]:
+    return sorted(str(path) for path in Path(".").rglob("*"))
+
+
 def test_one_rank_has_nothing_to_exchange_and_may_look_at_the_folder_of_a_run(environment):
     Path("old").mkdir()
     Path("old/config.yaml").write_text("recipe: x")
@@ -115,30 +120,6 @@ def test_one_rank_has_nothing_to_exchange_and_may_look_at_the_folder_of_a_run(en
     assert files() == ["old", "old/config.yaml", "tmp"]
 
 
-def test_a_folder_that_cannot_be_written_is_one_line_and_code_1(environment):
-    Path("file").write_text("no folder")
-    code, rows = examined(2, None, ROWS, 30.0, "file/run")
-    status, text = rows["folder"]
-    assert (code, status) == (1, "broken")
-    assert re.match(r"rank 0 on \S+: NotADirectoryError: .* try: another --output-dir", text)
-    assert files() == ["file", "tmp"]
-
-
-def wrong_sum(rank):
-    if rank == 1:
-        doctor.sum_over_ranks = lambda tensor: distributed.sum_over_ranks(tensor) + 0.25
-
-
-def another_torch(rank):
-    if rank == 1:
-        torch.__version__ = "1.0"
-
-
-def error_on_rank_1(rank):
-    if rank == 1:
-        doctor.version = lambda name: {}[name]
-
-
 def error_before_the_exchange(rank):
     if rank == 1:
         doctor.sum_over_ranks = lambda tensor: {}["cable"]
@@ -148,37 +129,32 @@ def out_of_memory(rank):
     def fail(*_):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    check = next(check for check in doctor.CHECKS if check.name == "all-reduce")
-    new = Check(check.name, fail, check.judge)
-    doctor.CHECKS = [new if old is check else old for old in doctor.CHECKS]
+    doctor.CHECKS = [
+        Check(check.name, fail, check.judge) if check.name == "all-reduce" else check
+        for check in doctor.CHECKS
+    ]
 
 
-FAULTS = {
-    wrong_sum: (
-        "all-reduce",
-        "rank 1 computed a wrong sum try: NCCL_P2P",
-    ),
-    another_torch: ("versions", r"rank 0: python .*; rank 1: python .*, torch 1\.0, .* try: pip"),
-    error_on_rank_1: (
-        "versions",
-        r"rank 1 on \S+: KeyError: 'accelerate' try: pip install -c constraints\.txt",
-    ),
-    error_before_the_exchange: (
-        "all-reduce",
-        r"rank 1 on \S+: KeyError: 'cable' try: GLOO_SOCKET_IFNAME=eth0 ",
-    ),
-    out_of_memory: ("all-reduce", r"rank \d on \S+: OutOfMemoryError: .* try: .*nvidia-smi"),
-}
-
-
-@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
-def test_a_fault_of_a_rank_is_a_broken_line_with_what_to_try(fault):
-    name, expected = FAULTS[fault]
-    code, rows = examined(2, fault, (name,))
+@pytest.mark.parametrize(
+    ("fault", "name", "expected"),
+    [
+        (wrong_sum, "all-reduce", "rank 1 computed a wrong sum try: NCCL_P2P"),
+        (
+            error_before_the_exchange,
+            "all-reduce",
+            r"rank 1 on \S+: KeyError: 'cable' try: GLOO_SOCKET_IFNAME=eth0 ",
+        ),
+        (out_of_memory, "all-reduce", r"rank \d on \S+: OutOfMemoryError: .* try: .*nvidia-smi"),
+        (None, "folder", r"rank 0 on \S+: NotADirectoryError: .* try: another --output-dir"),
+    ],
+)
+def test_what_is_broken_is_one_line_with_what_to_try_and_code_1(environment, fault, name, expected):
+    Path("file").write_text("no folder")
+    code, rows = examined(2, fault, (name,), 30.0, "file/run")
     status, text = rows[name]
-    assert text.startswith(expected) or re.match(expected, text)
     assert (code, status) == (1, "broken")
-    assert "try: " in text
+    assert re.match(expected, text)
+    assert files() == ["file", "tmp"]
 
 
 def test_a_machine_that_does_not_see_the_folder_of_rank_0_is_named():
@@ -224,14 +200,13 @@ def no_route(config):
     raise RuntimeError("no route to host\nException raised from connect at socket.cpp: frame #0")
 
 
-@pytest.mark.parametrize("rank", ["0", "3"])
-def test_ranks_that_do_not_meet_are_told_what_to_try(rank, alone, monkeypatch, capsys):
-    monkeypatch.setenv("RANK", rank)
+def test_ranks_that_do_not_meet_are_told_what_to_try(alone, monkeypatch, capsys):
+    monkeypatch.setenv("RANK", "3")
     assert doctor.main(Config(), no_route) == 1
     said = capsys.readouterr().out
     status, text = rows_of(said)["connection"]
     assert status == "broken"
-    assert re.match(rf"rank {rank} on \S+: RuntimeError: no route to host try: GLOO_SOCKET", text)
+    assert re.match(r"rank 3 on \S+: RuntimeError: no route to host try: GLOO_SOCKET", text)
     assert "MASTER_ADDR" in text
     left = "devices, versions, all-reduce, folder"
     assert f"doctor: broken: connection; not checked: {left} (after 0 s)" in said
@@ -253,8 +228,6 @@ def test_gpus_are_told_what_nccl_listens_to(monkeypatch):
     monkeypatch.setattr(doctor, "on_gpu", lambda: True)
     for name in ("DEBUG=INFO", "SOCKET_IFNAME=eth0", "IB_DISABLE=1", "P2P_DISABLE=1"):
         assert f"NCCL_{name}" in doctor.links_remedy()
-    monkeypatch.setattr(doctor, "on_gpu", lambda: False)
-    assert "NCCL" not in doctor.links_remedy()
 
 
 # What is made of measurements
@@ -275,10 +248,8 @@ def test_two_ranks_on_one_gpu_of_a_host_are_broken():
 
 def test_a_rank_without_a_gpu_among_others_is_broken():
     found = judge_devices([*devices(("a", "gpu-1")), {"host": "b", "device": "CPU", "gpu": ""}])
-    assert (found.status, found.text) == (
-        "broken",
-        "some ranks have no GPU: a: rank 0 on H200; b: rank 1 on CPU",
-    )
+    assert found.status == "broken"
+    assert found.text == "some ranks have no GPU: a: rank 0 on H200; b: rank 1 on CPU"
 
 
 def test_ranks_with_other_versions_are_named():

@@ -254,10 +254,6 @@ def test_the_index_names_every_page() -> None:
     assert {*ROOT.glob("docs/**/*.md")} - {index} <= named
 
 
-def test_the_readme_is_short() -> None:
-    assert len(README.read_text(encoding="utf-8").split()) <= 1700
-
-
 def test_the_page_of_settings_is_current() -> None:
     remedy = "run python scripts/settings_page.py --write"
     assert settings_page.PAGE.read_text(encoding="utf-8") == settings_page.page(), remedy

@@ -26,6 +26,8 @@ FLAGS = [
 ]
 MODULE = """
 import multiprocessing, os, signal, subprocess, sys, time
+from pipeline import train
+train.write_report = lambda run: None  # its pages and pictures take longer than the run
 fork = multiprocessing.get_context("fork")
 kept = []
 

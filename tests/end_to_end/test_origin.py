@@ -61,7 +61,7 @@ def changed(number: int, answer: str) -> list[dict[str, str]]:
     return [{**row, "answer": answer} if n == number else row for n, row in enumerate(ROWS)]
 
 
-def test_other_data_are_refused_by_name_when_a_run_goes_on_or_is_evaluated(tmp_path: Path):
+def test_other_data_or_more_steps_are_refused_when_a_run_goes_on_or_is_evaluated(tmp_path: Path):
     write(tmp_path, ROWS)
     begun = [*OWN, "--output-dir", "out", "--max-steps", "2"]
     play(*begun, cwd=tmp_path, num_ranks=1)
@@ -69,15 +69,21 @@ def test_other_data_are_refused_by_name_when_a_run_goes_on_or_is_evaluated(tmp_p
     old = results["made_of"]
     held_out = [int(task) for task in results["task_families"]["sums"]]
     trained = next(number for number in range(20) if number not in held_out)
-    begun += ["--resume-from-checkpoint", "step-000001"]
     evaluation = ["--model", "out/checkpoints/step-000001", *OWN, "--no-grpo"]
 
     def refused(*argv: str) -> str:
         done = play(*argv, cwd=tmp_path, num_ranks=1, code=2)
         (line,) = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
-        assert "Traceback" not in done.stderr
+        assert "Traceback" not in done.stderr and "resuming from" not in done.stdout
         return line
 
+    # A finished run takes no more steps.
+    more = [*begun[:-1], "3", "--override", "--resume-from-checkpoint", "latest"]
+    line = refused(*more)
+    says(line, "max_steps: stage sums has ended at step 2, and would now end at step 3; ")
+    says(line, "train on in a new run with --model out")
+
+    begun += ["--resume-from-checkpoint", "step-000001"]
     write(tmp_path, [*ROWS[1:], ROWS[0]])
     line = refused(*begun)
     says(line, "made_of: step-000001 was made with other training tasks of sums, ")
@@ -130,21 +136,6 @@ def test_tasks_that_differ_by_process_are_refused_on_all_ranks(tmp_path: Path):
         "error: training tasks of shop: rank 1 on ",
         "give all the same files; generate_tasks may depend on its arguments alone",
     )
-
-
-def test_a_finished_run_takes_no_more_steps_and_says_so(tmp_path: Path):
-    write(tmp_path, ROWS)
-    begun = [*OWN, "--output-dir", "out", "--max-steps", "1"]
-    play(*begun, cwd=tmp_path, num_ranks=1)
-    more = [*begun[:-1], "2", "--override", "--resume-from-checkpoint", "latest"]
-    done = play(*more, cwd=tmp_path, num_ranks=1, code=2)
-    says(
-        done.stderr,
-        "error: max_steps: stage sums has ended at step 1, and would now end at step 2; ",
-        "train on in a new run with --model out",
-    )
-    assert "resuming from" not in done.stdout
-    play(*begun, "--resume-from-checkpoint", "latest", cwd=tmp_path, num_ranks=1)  # as it was
 
 
 def test_runs_with_other_code_are_no_seeds_of_one_run():

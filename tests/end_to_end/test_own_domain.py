@@ -1,9 +1,7 @@
 """The examples of own domains: short, trained by their own commands, refused if not shown."""
 
-import gzip
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -11,7 +9,7 @@ from pipeline.run import main
 from scripts.bench import common
 from scripts.proofs import own_domains
 from scripts.proofs.own_domains import EXAMPLES, commands_of, judge
-from tests.support import ROOT
+from tests.end_to_end.test_own_rewards import episodes
 from tests.support.warm_process import warm_subprocess
 
 pytestmark = pytest.mark.whole_run
@@ -26,28 +24,13 @@ SHORT = [
 OWN = {"bank_http": "bank", "library_desk": "library", "trl_environment": "tickets"}
 
 
-def episodes(folder: Path) -> list[dict[str, Any]]:
-    found = []
-    for path in sorted(folder.glob("trajectories/**/*.jsonl.gz")):
-        with gzip.open(path, "rt", encoding="utf-8") as file:
-            found += list(map(json.loads, file))
-    return found
-
-
-@pytest.mark.parametrize("example", EXAMPLES)
-def test_an_example_is_short(example: str) -> None:
-    text = (ROOT / "examples" / f"{example}.py").read_text(encoding="utf-8")
-    assert len(text.splitlines()) <= 80
-
-
 @pytest.mark.parametrize(
     ("examples", "ranks"),
     [
         ([EXAMPLES[0]], "2"),
-        ([EXAMPLES[-1]], "1"),
-        pytest.param([*EXAMPLES[1:-1]], "1", marks=pytest.mark.proof),  # checked below
+        pytest.param([*EXAMPLES[1:]], "1", marks=pytest.mark.proof),  # checked below
     ],
-    ids=["service", "dataset", "others"],
+    ids=["service", "others"],
 )
 def test_examples_are_trained_by_the_commands_of_their_docstrings(
     examples: list[str],
@@ -75,7 +58,7 @@ def test_examples_are_trained_by_the_commands_of_their_docstrings(
         assert {row["error"] for row in played} == {""}  # each reward is the server's answer
 
 
-@pytest.mark.parametrize("example", EXAMPLES[1:-1])
+@pytest.mark.parametrize("example", EXAMPLES[1:])
 def test_an_examples_commands_lead_to_a_run_that_would_begin(
     example: str,
     tmp_path: Path,
@@ -89,7 +72,7 @@ def test_an_examples_commands_lead_to_a_run_that_would_begin(
         code = main([*run[2:], *SHORT, "--check", "--output-dir", str(tmp_path / "out")])
     said = capfd.readouterr()
     assert code == 0, said
-    assert f"  {OWN[example]}: 8 to train" in said.out
+    assert f"  {OWN.get(example, 'sums')}: 8 to train" in said.out
 
 
 def test_each_bound_of_the_proof_is_judged(capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,7 +2,6 @@
 
 import base64
 import gzip
-import json
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ import pytest
 from pipeline.report.reader_data import read_episodes
 from scripts.proofs.ranks import play_ranks
 from tests.end_to_end.test_own_rewards import episodes, run
+from tests.end_to_end.test_train import jsonl
 from tests.support import ROOT
 
 pytestmark = pytest.mark.whole_run
@@ -23,10 +23,6 @@ FLAGS = [
     *("--warm-start-steps", "0", "--max-tokens-per-turn", "6", "--no-drop-zero-std-groups"),
     *("--entropy-coef", "0.01", "--report-to", "none"),
 ]
-
-
-def metrics(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
 def told(row: dict[str, Any]) -> tuple[Any, ...]:
@@ -46,7 +42,7 @@ def test_an_own_loop_trains_and_draws_the_same_on_one_and_two_ranks(tmp_path: Pa
         assert row["num_turns"] == len(row["ids"]) == 2
         assert row["num_sampled_tokens"] == sum(map(len, row["ids"]))
         assert row["messages"][3]["content"] == row["messages"][1]["content"]  # the plan
-    of_one, of_two = (metrics(tmp_path / f"out-{number}") for number in (1, 2))
+    of_one, of_two = (jsonl(tmp_path / f"out-{n}" / "metrics.jsonl") for n in (1, 2))
     assert [line["kind"] for line in of_one] == [line["kind"] for line in of_two]
     steps = [line for line in of_one if line["kind"] == "train"]
     assert [line["train/grad_norm"] > 0 for line in steps] == [True, True]

@@ -51,7 +51,7 @@ def run(folder: str, argv: list[str]) -> int:
 
 def episodes(folder: Path) -> list[dict[str, Any]]:
     found = []
-    for path in sorted(folder.glob("trajectories/*/*.jsonl.gz")):
+    for path in sorted(folder.glob("trajectories/**/*.jsonl.gz")):
         with gzip.open(path, "rt", encoding="utf-8") as file:
             found += list(map(json.loads, file))
     return found

@@ -1,9 +1,8 @@
 """Two steps of each recipe for a Qwen3 on the embedded domains, with a tiny random Qwen3."""
 
-import json
-
 import pytest
 
+from tests.end_to_end.test_train import metrics, results
 from tests.support import random_qwen3, warm
 from tests.support.tau2_miniature import write
 
@@ -26,8 +25,6 @@ def test_two_steps_of_a_recipe(recipe, tmp_path):
     num_ranks = 1 if recipe.endswith("_1gpu") else 2
     flags = ["--config", recipe, *few, "--report-to", "none", "--output-dir", "out"]
     warm.play(*flags, cwd=tmp_path, num_ranks=num_ranks)
-    lines = (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()
-    steps = [line for line in map(json.loads, lines) if line["kind"] == "train"]
-    assert [line["step"] for line in steps] == [1, 2]
-    results = json.loads((tmp_path / "out" / "results.json").read_text())
-    assert [of["after"] for of in results["evaluations"]] == ["start", "airline"]
+    assert [line["step"] for line in metrics(tmp_path / "out")] == [1, 2]
+    evaluations = results(tmp_path / "out")["evaluations"]
+    assert [of["after"] for of in evaluations] == ["start", "airline"]

@@ -12,6 +12,7 @@ import pytest
 
 from pipeline.report.write import final_table
 from pipeline.run import main
+from tests.end_to_end.test_train import results as results_of
 from tests.support import ROOT, random_qwen3, warm
 from tests.support.endpoint import agent_of, seed_of, serving
 from tests.support.helpers import call, say
@@ -32,10 +33,6 @@ FEW = [
 @pytest.fixture(params=[SOURCE])
 def checkout(request, tmp_path):
     return TAU2_PATH or str(write(tmp_path / "checkout"))
-
-
-def results_of(tmp_path):
-    return json.loads((tmp_path / "out" / "results.json").read_text())
 
 
 def gold(checkout):
@@ -69,7 +66,7 @@ def test_the_three_domains_run_in_sequence_beside_an_agent(checkout, tmp_path):
         warm.play(*again, cwd=tmp_path)
     assert (len(server.bodies), {*server.paid.values()}) == (num_paid, {1})
     assert "agent gold: success sampled  airline 1.00  retail 1.00  telecom 1.00\n" in done.stdout
-    results = results_of(tmp_path)
+    results = results_of(tmp_path / "out")
     header, *rows = final_table(results).splitlines()[:5]
     assert header.split()[2:] == ["before", "GRPO", "after", "GRPO", "change", "gold"]
     assert all(re.search(r" 1\.00 \[0\.\d\d, 1\.00\]$", row) for row in rows)
@@ -109,7 +106,7 @@ def check_export(run, out, results):
 def test_the_recipe_of_telecom_runs(tmp_path):
     few = [*FEW, "--warm-start-steps", "4", "--tasks-per-step", "2"]
     warm.play("--config", "tau2_telecom_tiny", "--tau2", str(TAU2_PATH), *few, cwd=tmp_path)
-    assert [e["after"] for e in results_of(tmp_path)["evaluations"]] == [
+    assert [e["after"] for e in results_of(tmp_path / "out")["evaluations"]] == [
         *("start", "warm_start", "telecom"),
     ]
 
@@ -127,7 +124,7 @@ def test_the_recipe_of_qwen3_is_checked_and_runs_with_prompts_in_full(checkout, 
     few += ["--tasks-per-step", "2", "--num-generations", "2", "--max-tokens-per-turn", "8"]
     with serving(lambda body: "###STOP###" if len(body["messages"]) > 4 else ASKED) as server:
         warm.play(*recipe, *few, "--customer-url", server.url, cwd=tmp_path)
-    evaluations = results_of(tmp_path)["evaluations"]
+    evaluations = results_of(tmp_path / "out")["evaluations"]
     assert [e["after"] for e in evaluations] == ["start", "airline", "telecom"]
     (path, *_) = (tmp_path / "out" / "trajectories" / "evaluation-telecom").glob("*.gz")
     with gzip.open(path, "rt") as file:

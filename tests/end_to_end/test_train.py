@@ -6,10 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import yaml
-from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from pipeline.config.settings import Config
 from pipeline.distributed.ranks import Ranks
@@ -21,13 +18,6 @@ from scripts.proofs.grid import make_trajectory
 from tests.support.warm import play
 
 pytestmark = pytest.mark.whole_run
-
-SHORT = [
-    *("--warm-start-steps", "2", "--tasks-per-step", "4", "--num-generations", "4"),
-    *("--tasks-per-domain", "8", "--max-turns", "5"),
-    *("--eval-tasks-per-domain", "2", "--eval-trials", "1", "--validation-steps", "0"),
-    *("--report-to", "none"),
-]
 
 
 def metrics(folder: Path, kind: str = "train") -> list[dict[str, Any]]:
@@ -44,15 +34,12 @@ def results(folder: Path) -> dict[str, Any]:
 
 
 SMALL = [
-    *("--tasks-per-step", "4", "--num-generations", "4", "--max-tokens-per-turn", "12"),
-    *("--max-turns", "5", "--tasks-per-domain", "8"),
-    *("--eval-tasks-per-domain", "1", "--eval-trials", "1", "--validation-steps", "0"),
-    *("--report-to", "none"),
+    *("--max-tokens-per-turn", "12", "--max-turns", "5", "--tasks-per-domain", "8"),
+    *("--eval-trials", "1", "--validation-steps", "0", "--report-to", "none"),
 ]
-
-
 TRAIN = [
-    *(*SHORT, "--warm-start-batch-size", "4", "--max-tokens-per-turn", "12", "--max-steps", "3"),
+    *(*SMALL, "--warm-start-steps", "2", "--warm-start-batch-size", "4", "--max-steps", "3"),
+    *("--tasks-per-step", "4", "--num-generations", "4", "--eval-tasks-per-domain", "2"),
     *("--no-drop-zero-std-groups", "--entropy-coef", "0.05"),  # almost untrained, it earns nothing
 ]
 
@@ -166,40 +153,6 @@ def test_the_terminal_shows_progress_a_table_and_the_folder(two_ranks: tuple[Pat
     assert "report, plots and checkpoints: out" in printed
 
 
-def test_a_checkpoint_loads_with_from_pretrained_and_is_a_model_to_start_from(
-    two_ranks: tuple[Path, str], tmp_path: Path
-) -> None:
-    checkpoint = two_ranks[0] / "checkpoints" / "stage-3-telecom"
-    model = AutoModelForCausalLM.from_pretrained(checkpoint)
-    assert model.num_parameters() == sum(
-        v.numel() for v in load_file(checkpoint / "model.safetensors").values()
-    )
-    assert AutoTokenizer.from_pretrained(checkpoint).chat_template
-    own = ["--no-grpo", "--model", str(two_ranks[0]), "--output-dir", "again"]
-    done = play(*TRAIN, *own, cwd=tmp_path)
-    assert done.stdout.count(f"model: {checkpoint}, the latest checkpoint of its run\n") == 1
-    assert f"\n  model: {checkpoint}\n" in (tmp_path / "again" / "config.yaml").read_text()
-    (evaluation,) = results(tmp_path / "again")["evaluations"]
-    last = results(two_ranks[0])["evaluations"][-1]
-    assert evaluation["success"] == last["success"]
-
-
-def test_settings_of_the_loss_run_with_few_tasks_mixed_and_in_bf16(tmp_path: Path) -> None:
-    arguments = ["--config", "mixed", "--domains", "airline,retail", "--tasks-per-domain", "2"]
-    arguments += ["--max-steps", "2", "--mixed-precision", "bf16", "--warm-start-steps", "0"]
-    losses = ["--beta", "0.04", "--num-iterations", "2", "--scale-rewards", "batch"]
-    losses += ["--loss-type", "grpo", "--entropy-coef", "0.05"]  # untrained, it earns nothing
-    extra = ["--permute-rewards", "--no-drop-zero-std-groups", "--gradient-checkpointing"]
-    extra += ["--max-tokens-per-microbatch", "300"]
-    play(*SMALL, *arguments, *losses, *extra, "--output-dir", "out", cwd=tmp_path)
-    records = metrics(tmp_path / "out")
-    assert [record["rollout/episodes"] for record in records] == [16, 16]
-    assert all(record["train/kl"] >= 0 for record in records)
-    assert records[1]["train/grad_norm"] > 0
-    model = load_file(tmp_path / "out/checkpoints/stage-1-mixed/model.safetensors")
-    assert all(weight.dtype == torch.float32 for weight in model.values())
-
-
 DESK = """
 from dataclasses import replace
 from pathlib import Path
@@ -228,6 +181,7 @@ def test_an_evaluation_that_cannot_be_scored_stops_the_run_and_costs_nothing(
     (tmp_path / "my_desk.py").write_text(DESK)
     own = ["--domains", "desk", "--environments", "{desk: 'my_desk:DeskEnvironment'}"]
     own += ["--warm-start-steps", "0", "--max-steps", "2", "--save-steps", "0"]
+    own += ["--tasks-per-step", "2", "--num-generations", "2"]
     own += ["--eval-tasks-per-domain", "4", "--output-dir", "out"]
     done = play(*SMALL, *own, cwd=tmp_path, code=1)
     assert (
@@ -252,8 +206,7 @@ def test_an_evaluation_that_cannot_be_scored_stops_the_run_and_costs_nothing(
 
 def crowded(config: Config, *arguments: Any) -> Run:
     """Open a run on a machine whose memory is less than all episodes at once need."""
-    limits = config.rollout.model_copy(update={"max_concurrent_episodes": 4})
-    need = Memory(config.model_copy(update={"rollout": limits})).need()
+    need = Memory(config.changed("rollout", max_concurrent_episodes=4)).need()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(memory, "memory_of_a_rank", lambda _: need)
         run = open_run(config, *arguments)

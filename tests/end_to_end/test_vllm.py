@@ -1,6 +1,5 @@
 """Two steps with vLLM itself, where it is installed (`scripts/proofs/setup_vllm.sh`)."""
 
-import json
 import os
 import subprocess
 import sys
@@ -9,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.end_to_end.test_train import metrics
 from tests.support import ROOT
 
 pytestmark = [
@@ -31,8 +31,7 @@ def test_two_steps_on_two_ranks(flags: list[str], tmp_path: Path) -> None:
     environment = {**os.environ, "ACCELERATE_USE_CPU": "true"}
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
-    lines = (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()
-    steps = [line for line in map(json.loads, lines) if line["kind"] == "train"]
+    steps = metrics(tmp_path / "out")
     assert [line["step"] for line in steps] == [1, 2]
     for line in steps:
         assert line["train/grad_norm"] > 0

@@ -23,7 +23,6 @@ from pipeline.config.settings import (
     RolloutSettings,
 )
 from pipeline.distributed.ranks import Interrupted, Ranks
-from pipeline.environments.demonstrations import read_demonstrations
 from pipeline.environments.domains import Domain
 from pipeline.environments.experts import run_expert
 from pipeline.environments.tools import tool_schemas
@@ -136,17 +135,6 @@ def test_rows_are_as_many_as_the_steps_need_and_the_same_every_time():
     assert len({tuple(row["input_ids"]) for row in rows}) == 24
 
 
-def test_every_domain_has_its_share_of_the_rows():
-    starts = [
-        tokenizer().decode(row["input_ids"])[len("<|im_start|>system\n") :]
-        for row in rows_of(config())
-    ]
-    counts = {
-        domain: sum(start.startswith(domain) for start in starts) for domain in DEFAULT_DOMAINS
-    }
-    assert counts == {"airline": 8, "retail": 8, "telecom": 8}
-
-
 def by_ids(row):
     return row["input_ids"]
 
@@ -190,8 +178,6 @@ def test_a_pretrained_model_is_warned_of_a_domain_without_demonstrations():
     bank = {"bank": Domain(name="bank", environment=Desk)}
     (note,) = check_all(config(model="some/model"), embedded("airline") | bank)
     says(note, "demonstrations: none of bank", "--demonstrations '{bank: FILE}'")
-    with pytest.raises(UserError, match="none of bank, "):
-        check_all(config(model="some/model"), bank)
 
 
 # Demonstrations of one's own
@@ -205,14 +191,6 @@ def write(path, *lines):
         "\n".join(line if isinstance(line, str) else json.dumps(line) for line in lines)
     )
     return path
-
-
-def test_a_file_of_demonstrations_is_read(tmp_path):
-    path = write(tmp_path / "own.jsonl", GOOD, "", {**GOOD, "tools": LOOK})
-    assert read_demonstrations(path) == [
-        (f"{path}, line 1", GOOD["messages"], None),
-        (f"{path}, line 3", GOOD["messages"], LOOK),
-    ]
 
 
 def test_a_line_without_tools_has_those_of_the_environment(tmp_path):
@@ -281,8 +259,8 @@ def test_all_limits_of_all_domains_are_named_at_once_with_the_flags_that_mend_th
     files = {"airline": str(airline), "retail": str(retail)}
     settings = config(domains=["airline", "retail"], files=files)
     parsed = parse(["--max-tokens", "20", "--max-tokens-per-turn", "10"])
-    few = settings.data.model_copy(update={"tasks_per_domain": 8})
-    settings = settings.model_copy(update={"rollout": parsed.rollout, "data": few})
+    settings = settings.changed("data", tasks_per_domain=8)
+    settings = settings.model_copy(update={"rollout": parsed.rollout})
     message = refusal(prepare, settings)
     *found, last = message.removeprefix("limits are too low: ").split("; ")
     named = "max_tokens_per_turn 51 (got 10)", "max_turns 10 (got 8)", "max_tool_result_tokens 65"
@@ -294,9 +272,6 @@ def test_all_limits_of_all_domains_are_named_at_once_with_the_flags_that_mend_th
     ]
     mended = settings.model_copy(update={"rollout": parse(flags).rollout})
     assert prepare(mended).warnings == []
-    turn = int(flags[3])
-    shorter = mended.rollout.model_copy(update={"max_tokens_per_turn": turn - 1})
-    says(refusal(prepare, settings.model_copy(update={"rollout": shorter})), f"turn {turn}")
 
 
 def test_each_pass_over_the_file_takes_every_row_once_in_an_order_of_its_own(tmp_path):
@@ -338,17 +313,15 @@ def test_the_learning_rate_is_that_of_transformers():
 LOGITS_OF = token_logprobs.logits_of
 
 
-def train_in_parts(budget, use_peft):
-    """Parameters after a warm start in micro-batches of so many tokens; the longest logits.
+def train_in_parts(budget):
+    """Parameters after adapters' warm start in micro-batches of so many tokens; the longest logits.
 
     The logits are in chunks of 16 tokens.
     """
     accelerator = Accelerator()
-    model = tiny_model(tokenizer(), seed=1)
+    model = lora.attach(tiny_model(tokenizer(), seed=1), ModelSettings(lora_r=2), "base", 0)
     chunks = []
     settings = config(steps=2, batch_size=4)
-    if use_peft:
-        model = lora.attach(model, ModelSettings(lora_r=2), "base", 0)
 
     def watched(head, hidden, weight_VH):
         chunks.append(len(hidden))
@@ -356,8 +329,7 @@ def train_in_parts(budget, use_peft):
 
     token_logprobs.logits_of = watched
     token_logprobs.LOGITS_PER_CHUNK = 16 * model.get_input_embeddings().num_embeddings
-    grpo = settings.grpo.model_copy(update={"max_tokens_per_microbatch": budget})
-    settings = settings.model_copy(update={"grpo": grpo})
+    settings = settings.changed("grpo", max_tokens_per_microbatch=budget)
     examples = sft_examples(settings, chat(), embedded("airline"))
     fine_tune(
         settings, accelerator, Ranks(0, 1, 60), model, examples, warm_start_schedule(settings)
@@ -365,26 +337,24 @@ def train_in_parts(budget, use_peft):
     return {name: p.detach().numpy() for name, p in model.named_parameters()}, max(chunks)
 
 
-def train_twice(use_peft):
-    return train_in_parts(10**6, use_peft), train_in_parts(1, use_peft)
+def train_twice():
+    return train_in_parts(10**6), train_in_parts(1)
 
 
-@pytest.mark.parametrize("use_peft", [False, True], ids=["whole", "adapters"])
-def test_a_warm_start_in_micro_batches_without_whole_logits_learns_the_same(use_peft):
-    (((whole, rows), (parts, most)),) = play_ranks(train_twice, 1, use_peft)
+def test_adapters_learn_the_same_in_micro_batches_without_whole_logits_and_the_base_stays():
+    (((whole, rows), (parts, most)),) = play_ranks(train_twice, 1)
     before = dict(tiny_model(tokenizer(), seed=1).named_parameters())
     assert 8 < rows <= 16 and 8 < most <= 16  # chunks of nearly equal size
     assert all(abs(parts[name] - whole[name]).max() <= 1e-5 for name in whole)
     moved = {name for name in whole if ".lora_B" in name and whole[name].any()}
-    if use_peft:
-        assert len(moved) == 21  # seven layers of each of three blocks
-        held = [n.removeprefix("base_model.model.").replace(".base_layer", "") for n in whole]
-        pairs = [(before[n], v) for n, v in zip(held, whole.values(), strict=True) if n in before]
-        assert len(pairs) == len(before)
-        assert all((old.detach().numpy() == new).all() for old, new in pairs)
+    assert len(moved) == 21  # seven layers of each of three blocks
+    held = [n.removeprefix("base_model.model.").replace(".base_layer", "") for n in whole]
+    pairs = [(before[n], v) for n, v in zip(held, whole.values(), strict=True) if n in before]
+    assert len(pairs) == len(before)
+    assert all((old.detach().numpy() == new).all() for old, new in pairs)
 
 
-def train_on_this_rank(deterministic, shards):
+def train_on_this_rank(deterministic):
     accelerator = Accelerator()
     ranks = Ranks(accelerator.process_index, accelerator.num_processes, 60)
     model = tiny_model(tokenizer(), seed=1)
@@ -392,9 +362,7 @@ def train_on_this_rank(deterministic, shards):
     for layer in model.model.layers:  # whose masks would be drawn on each rank for its own rows
         layer.self_attn.attention_dropout = 0.3
     settings = config(steps=3, batch_size=4, rule_share=1.0)
-    run = settings.run.model_copy(update={"deterministic": deterministic})
-    grpo = settings.grpo.model_copy(update={"shard_optimizer": shards})
-    settings = settings.model_copy(update={"run": run, "grpo": grpo})
+    settings = settings.changed("run", deterministic=deterministic)
     examples = sft_examples(settings, chat(), embedded(*DEFAULT_DOMAINS))
     schedule = warm_start_schedule(settings)
     loss = fine_tune(settings, accelerator, ranks, model, examples, schedule, steps.append)
@@ -407,26 +375,23 @@ def train_on_this_rank(deterministic, shards):
     return flat.numpy(), loss, len(steps)
 
 
-def played(num_ranks, deterministic, shards=False):
-    results = play_ranks(train_on_this_rank, num_ranks, deterministic, shards)
+def played(num_ranks, deterministic):
+    results = play_ranks(train_on_this_rank, num_ranks, deterministic)
     for result in results:
         assert isinstance(result, tuple), result
     return results
 
 
-@pytest.mark.parametrize(
-    "shards", [False, pytest.param(True, marks=pytest.mark.proof)], ids=["", "shard_optimizer"]
-)
-def test_any_number_of_ranks_warm_starts_alike_and_a_deterministic_one_bit_by_bit(shards):
+def test_any_number_of_ranks_warm_starts_alike_and_a_deterministic_one_bit_by_bit():
     """4 rows a step on 3 ranks: shares of 1, 1 and 2."""
-    alone, *three = played(1, True) + played(3, True, shards)
+    alone, *three = played(1, True) + played(3, True)
     before = torch.cat([p.detach().flatten() for p in tiny_model(tokenizer(), seed=1).parameters()])
     moved = (torch.from_numpy(alone[0]) - before).norm()
     assert moved > 0.01 * before.norm()
     for parameters, loss, steps in three:
         assert (parameters == alone[0]).all()
         assert (loss, steps) == (alone[1], 3)
-    for parameters, loss, steps in played(3, False, shards):
+    for parameters, loss, steps in played(3, False):
         assert abs(parameters - alone[0]).max() <= 1e-5
         assert loss == pytest.approx(alone[1], rel=1e-3)
         assert steps == 3
@@ -439,8 +404,7 @@ def stopped(at: str):
     seen = []
     ranks = Ranks(accelerator.process_index, accelerator.num_processes, 60)
     settings = config(steps=3, batch_size=2 * ranks.num_ranks)
-    grpo = settings.grpo.model_copy(update={"max_tokens_per_microbatch": 1})
-    settings = settings.model_copy(update={"grpo": grpo})
+    settings = settings.changed("grpo", max_tokens_per_microbatch=1)
     alive = ranks.alive
 
     def watched():

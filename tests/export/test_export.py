@@ -181,17 +181,12 @@ def test_a_card_names_base_model_settings_and_limits(tmp_path):
     assert 'tools=example["tools"], enable_thinking=False, add_generation_prompt=True' in other
     assert "The licence of the base model `Qwen/Qwen3-4B` is not known here." in text
     assert """--tasks '{"airline": "tasks.jsonl"}'""" in text
-    assert "/home/me" not in text and "tiny" not in text.partition("## How it was made")[0]
-
-
-def test_the_card_of_a_run_without_tools_does_not_speak_of_tools(tmp_path):
-    run = run_with(tmp_path / "run", 20)
-    assert "tool-use" in text_of(run, tmp_path / "with")
     with edited(run / "results.json") as results:
         results["tools"] = {key: [] for key in results["tools"]}
-    text = text_of(run, tmp_path / "without")
+    text = text_of(run, tmp_path / "without-tools")
     assert ModelCard(text).data.tags == ["grpo", "reinforcement-learning"]
     assert "tools" not in text.partition("## How to use")[2].partition("## Limits")[0]
+    assert "/home/me" not in text and "tiny" not in text.partition("## How it was made")[0]
 
 
 def held_out(run: Path) -> list[dict[str, Any]]:
@@ -276,20 +271,29 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.usefixtures("account")
-def test_the_command_uploads_exactly_the_folder_that_it_wrote(tmp_path, monkeypatch, capsys):
+def test_the_command_uploads_exactly_the_folder_that_it_wrote_and_training_its_checkpoint(
+    tmp_path, monkeypatch, capsys
+):
     out = tmp_path / "out"
     with hub_stand_in() as hub:
         hub.files = {"notes.txt": b"mine", "adapter_config.json": b"of an earlier upload"}
         monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", hub.url)
         main([str(SMALL_RUN), str(out), "--push-to-hub", "me/desk", "--private"])
-    done = capsys.readouterr()
+        done = capsys.readouterr()
+        calls = list(hub.calls)
+        files = dict(hub.files)
+        config = load_recipe(SMALL_RUN / "config.yaml")
+        flags = {"push_to_hub": True, "hub_model_id": "desk"}
+        push_after_training(SMALL_RUN, config.changed("run", **flags))
     assert done.out.endswith(f"uploaded: {hub.url}/me/desk/commit/1\n")
-    assert hub.files == {"notes.txt": b"mine", **contents(out)}
+    assert f"uploaded step-000001: {hub.url}/me/desk/commit/1" in capsys.readouterr().out
+    assert "optimizer.pt" not in hub.files
+    assert files == {"notes.txt": b"mine", **contents(out)}
     assert hub.tokens == {f"Bearer {TOKEN}", ""}  # objects are put where LFS says, without it
-    (created,) = hub.created
+    created, _ = hub.created
     assert (created["name"], created["organization"]) == ("desk", "me")
     assert created.get("private") is True or created.get("visibility") == "private"
-    assert sum("/commit/" in call for call in hub.calls) == 1
+    assert sum("/commit/" in call for call in calls) == 1
     text = (out / "README.md").read_text()
     assert 'place = "me/desk"' in text and "\n# desk\n" in text
     assert TOKEN not in text + done.out + done.err
@@ -306,7 +310,7 @@ def test_an_upload_that_fails_names_the_command_that_tries_again(tmp_path, monke
     assert (out / "model.safetensors").is_file()
     flags = {"push_to_hub": True, "hub_model_id": "me/desk", "hub_private_repo": True}
     config = load_recipe(SMALL_RUN / "config.yaml")
-    config = config.model_copy(update={"run": config.run.model_copy(update=flags)})
+    config = config.changed("run", **flags)
     capsys.readouterr()
     push_after_training(SMALL_RUN, config)
     (line,) = capsys.readouterr().out.splitlines()
@@ -315,19 +319,6 @@ def test_an_upload_that_fails_names_the_command_that_tries_again(tmp_path, monke
         f"; python -m pipeline export {SMALL_RUN} OUT --checkpoint latest --push-to-hub me/desk "
         "--private tries again"
     )
-
-
-@pytest.mark.usefixtures("account")
-def test_training_uploads_its_checkpoint(monkeypatch, capsys):
-    config = load_recipe(SMALL_RUN / "config.yaml")
-    run = config.run.model_copy(update={"push_to_hub": True, "hub_model_id": "desk"})
-    with hub_stand_in() as hub:
-        monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", hub.url)
-        push_after_training(SMALL_RUN, config.model_copy(update={"run": run}))
-    assert f"uploaded step-000001: {hub.url}/me/desk/commit/1" in capsys.readouterr().out
-    weights = SMALL_RUN / "checkpoints" / "step-000001" / "model.safetensors"
-    assert hub.files["model.safetensors"] == weights.read_bytes()
-    assert "optimizer.pt" not in hub.files and "state.json" not in hub.files
 
 
 @pytest.mark.parametrize(

@@ -37,7 +37,6 @@ BF16 = torch.bfloat16
 QWEN3_4B = {**SHAPES["Qwen/Qwen3-4B"], "num_hidden_layers": 1}
 NARROW = {**QWEN3_4B, "vocab_size": 256, "hidden_size": 64, "intermediate_size": 96}
 NARROW |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
-WHOLE_OR_LORA = pytest.mark.parametrize("use_peft", [False, True], ids=["whole", "LoRA"])
 TOKENS, KEYS = 46_936, 95_936  # of the update: in the row, and in all sequences
 
 
@@ -51,9 +50,7 @@ def recipe(tmp_path_factory):
     """The recipe for Qwen3-4B, with one layer."""
     folder = tmp_path_factory.mktemp("model")
     Qwen3Config(**QWEN3_4B).save_pretrained(folder)
-    config = load_recipe("qwen3_4b_8gpu")
-    model = config.model.model_copy(update={"model": str(folder)})
-    return config.model_copy(update={"model": model})
+    return load_recipe("qwen3_4b_8gpu").changed("model", model=str(folder))
 
 
 def on_fake_gpu(function, *arguments):
@@ -75,12 +72,12 @@ def qwen(shape, use_peft):
 # A rollout
 
 
-def play(guard, use_peft):
+def play(guard):
     """A rollout after new weights, with half of its episodes at once."""
     names, tag = ("airline", "telecom_chat"), tokenizer().convert_tokens_to_ids("<tool_call>")
     limits = {"max_turns": 2, "max_tokens_per_turn": 2, "max_concurrent_episodes": 4}
     limits["max_malformed_calls"] = 2  # each message is half a call
-    model = {"use_peft": use_peft, "mixed_precision": "bf16"}
+    model = {"use_peft": True, "mixed_precision": "bf16"}
     config = Config.model_validate({"rollout": limits, "model": model})
     shape = {**NARROW, "vocab_size": len(tokenizer())}
     tasks = [t for name in names for t in module_of(name).generate_tasks(0, 2, "train", "medium")]
@@ -89,16 +86,15 @@ def play(guard, use_peft):
     with fake_gpu(guard, token=tag, end=chat().end_of_turn_id) as gpu:
         accelerator = SimpleNamespace(device=DEVICE, autocast=lambda: torch.autocast("cuda", BF16))
         given = chat(), environments_of(embedded(*names)), config, accelerator, Ranks(0, 1, 60)
-        policy = Learner(qwen(shape, use_peft), *given, make_sampler=make_sampler)
+        policy = Learner(qwen(shape, True), *given, make_sampler=make_sampler)
         policy.sync_weights()
         held = gpu.allocated
         played = policy.rollout(asked)
         return [(t.num_turns, t.stop_reason.value) for t in played], gpu.allocated - held
 
 
-@WHOLE_OR_LORA
-def test_a_policy_plays_episodes_and_its_cache_is_freed(guard, use_peft):
-    played, held = on_fake_gpu(play, guard, use_peft)
+def test_a_policy_plays_episodes_and_its_cache_is_freed(guard):
+    played, held = on_fake_gpu(play, guard)
     assert played == [(2, "max_turns")] * 8
     assert held == 0
 
@@ -166,7 +162,6 @@ def test_no_tensor_holds_all_pairs_of_tokens(guard):
     assert found["largest"] == 7 * 11_992 * 4 * 64  # keys of seven episodes, for each query head
 
 
-@WHOLE_OR_LORA
-def test_a_micro_batch_waits_four_times_whatever_its_size(guard, use_peft):
-    found = on_fake_gpu(forward, guard, NARROW, use_peft, True)
+def test_a_micro_batch_waits_four_times_whatever_its_size(guard):
+    found = on_fake_gpu(forward, guard, NARROW, True, True)
     assert found["waits"] == 4

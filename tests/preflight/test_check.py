@@ -9,7 +9,6 @@ from pipeline.checkpoints.checkpoint import TrainState, save
 from pipeline.checkpoints.run_folder import begin, check_folder, folder_of, open_folder
 from pipeline.config.recipe import load_recipe
 from pipeline.config.settings import Config, ModelSettings
-from pipeline.environments.tools import tool_schemas
 from pipeline.models import lora
 from pipeline.models.tiny import tiny_model
 from pipeline.preflight import check
@@ -22,8 +21,9 @@ from tests.support.messages import refusal, says
 
 RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
 QWEN = "qwen3_4b_8gpu"
-# Recipes with `tau2` need a checkout: tests/end_to_end/test_tau2.py runs them.
-OF_OTHER_TESTS = {"three_domain_tiny", "evaluate_only", QWEN}
+# Recipes with `tau2` need a checkout: tests/end_to_end/test_tau2.py runs them. `mixed` is checked
+# by test_installed.py, `pretrained` is played by test_models_of_others.py.
+OF_OTHER_TESTS = {"three_domain_tiny", "evaluate_only", QWEN, "mixed", "pretrained"}
 OF_OTHER_TESTS |= {"qwen3_0.6b_1gpu", "qwen3_8b_lora_8gpu", "qwen3_4b_vllm_8gpu"}
 OF_OTHER_TESTS |= {"tau2_telecom_tiny", "tau2_three_smoke", "qwen3_4b_tau2_8gpu"}
 
@@ -75,7 +75,7 @@ def test_check_prints_what_the_tiny_recipe_would_do(capsys):
     ids=lambda path: path.stem,
 )
 def test_every_other_shipped_recipe_passes_the_check(path, capsys):
-    assert check.main(load_recipe(path)) == 0
+    assert check.main(load_recipe(path).changed("data", tasks_per_domain=60)) == 0
     assert "that a rank has here" in capsys.readouterr().out
 
 
@@ -87,8 +87,11 @@ def test_an_environment_that_the_run_does_not_serve_is_told(capsys):
     )
 
 
-def test_an_evaluation_has_no_stages(capsys):
-    assert check.main(load_recipe("evaluate_only")) == 0
+def test_an_evaluation_has_no_stages_and_a_check_writes_nothing(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    evaluation = load_recipe("evaluate_only").changed("run", output_dir=tmp_path / "out")
+    assert check.main(evaluation) == 0
+    assert list(tmp_path.iterdir()) == []
     said = capsys.readouterr().out
     assert "that a rank has here" in said
     assert "  none: evaluation only\n" in said
@@ -96,7 +99,7 @@ def test_an_evaluation_has_no_stages(capsys):
 
 
 def test_a_shipped_recipe_for_a_hub_model_is_checked_without_the_hub(capsys):
-    assert check.main(load_recipe(QWEN)) == 0
+    assert check.main(load_recipe(QWEN).changed("data", tasks_per_domain=60)) == 0
     said = capsys.readouterr().out
     assert "  of 74.5 GiB that a rank has on a GPU of another machine: fits\n" in said
     assert said.startswith("recipe qwen3_4b_8gpu: model Qwen/Qwen3-4B\n")
@@ -114,19 +117,12 @@ def test_an_unknown_hub_model_is_refused():
     says(message, "model: ", "'nobody/nothing'", "configuration cannot be loaded")
 
 
-def test_check_writes_nothing(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    check.main(config(run={"output_dir": str(tmp_path / "out")}))
-    assert list(tmp_path.iterdir()) == []
-
-
 # Memory
 
 
 @pytest.mark.parametrize(
     ("recipe", "gib"),
     [
-        (QWEN, 46.6),
         ("qwen3_4b_tau2_8gpu", 46.6),
         ("qwen3_8b_lora_8gpu", 62.9),
         ("qwen3_0.6b_1gpu", 19.5),
@@ -202,30 +198,23 @@ def test_adapters_alone_need_gradients_moments_and_a_reference():
     count = 36 * 16 * (2 * (2560 + 4096) + 2 * (2560 + 1024) + 3 * (2560 + 9728))
     recipe = load_recipe(QWEN)
     assert recipe.model.use_peft and (recipe.model.lora_r, recipe.warm_start.steps) == (16, 0)
-    need = Memory(with_settings(recipe, grpo={"beta": 0.1})).terms()
+    need = Memory(recipe.changed("grpo", beta=0.1)).terms()
     assert need["LoRA adapters, twice"] == 8 * count
     assert need["gradients"] == need["reference policy"] == 4 * count
     assert need["moments of AdamW"] == 8 * count
     assert need["weights (bf16)"] == 2 * 4_022_468_096
     assert "sampling copy" not in need
-    some = Memory(with_settings(recipe, model={"lora_target_modules": ["q_proj"]})).terms()
+    some = Memory(recipe.changed("model", lora_target_modules=["q_proj"])).terms()
     assert some["gradients"] == 4 * 36 * 16 * (2560 + 4096)
 
 
 def test_full_training_in_bf16_has_a_copy_and_a_sharded_optimizer_leaves_each_rank_its_share():
-    recipe = with_settings(load_recipe(QWEN), model={"use_peft": False})
+    recipe = load_recipe(QWEN).changed("model", use_peft=False)
     whole = Memory(recipe).terms()
-    shared = Memory(with_settings(recipe, grpo={"shard_optimizer": True})).terms()
+    shared = Memory(recipe.changed("grpo", shard_optimizer=True)).terms()
     assert whole["moments of AdamW"] == 8 * 4_022_468_096
     assert whole["sampling copy"] == 2 * 4_022_468_096
     assert shared == {**whole, "moments of AdamW": 4_022_468_096}  # on 8 ranks
-
-
-def with_settings(settings: Config, **sections) -> Config:
-    changed = {
-        name: getattr(settings, name).model_copy(update=values) for name, values in sections.items()
-    }
-    return settings.model_copy(update=changed)
 
 
 def test_a_run_on_a_checkpoint_of_adapters_is_checked(tmp_path):
@@ -247,16 +236,12 @@ def test_wrong_targets_of_adapters_are_refused_before_anything_runs():
     says(message, "lora_target_modules: got 'w_proj'", "give linear layers", "q_proj")
 
 
-def test_a_run_that_cannot_fit_is_refused_with_the_sum():
-    message = refusal(check_and_prepare, config(rollout={"max_tokens": 10**9}))
+def test_a_check_refuses_what_does_not_fit_here_unless_the_run_is_for_another_machine(capsys):
+    large = {"rollout": {"max_tokens": 10**9}}
+    message = refusal(check.main, config(**large))
     assert re.match(r"memory: each rank needs \d+\.\d GiB \(CUDA or Python, and lib", message)
     assert re.search(r" \+ key-value cache \d+\.\d ", message)
     assert re.search(r"larger\) and has \d+\.\d; lower max_tokens or ", message)
-
-
-def test_a_check_refuses_what_does_not_fit_here_unless_the_run_is_for_another_machine(capsys):
-    large = {"rollout": {"max_tokens": 10**9}}
-    assert refusal(check.main, config(**large)).startswith("memory: each rank needs")
     assert "does not fit" in capsys.readouterr().out
     assert check.main(config(**large, run={"num_gpus": 4096})) == 0
     assert "does not fit" in capsys.readouterr().out
@@ -298,19 +283,15 @@ def test_an_episode_of_one_message_is_no_longer_than_prompt_and_turn():
 
 def test_as_many_episodes_play_at_once_as_fit(monkeypatch, capsys):
     large = config(rollout={"max_tokens": 4096, "max_concurrent_episodes": 100})
-    large = with_settings(large, grpo={"use_grpo": False}, evaluation={"eval_trials": 8})
+    large = large.changed("grpo", use_grpo=False).changed("evaluation", eval_trials=8)
     need = Memory(large).need()  # 3 domains x 6 tasks x 8 trials are more than 100 episodes
     monkeypatch.setattr("pipeline.preflight.memory.memory_of_a_rank", lambda _: need)
     assert check_and_prepare(large).episodes_at_once == 100
-    assert capsys.readouterr().out == ""
-    enough = Memory(with_settings(large, rollout={"max_concurrent_episodes": 40})).need()
+    enough = Memory(large.changed("rollout", max_concurrent_episodes=40)).need()
     monkeypatch.setattr("pipeline.preflight.memory.memory_of_a_rank", lambda _: enough)
     assert check_and_prepare(large).episodes_at_once == 40
     said = "note: 40 of 100 episodes at once, as many as fit into memory\n"
     assert capsys.readouterr().out == said
-    assert check.main(large) == 0
-    checked = capsys.readouterr().out
-    says(checked, said, "fits\n")
     assert large.rollout.max_concurrent_episodes == 100
 
 
@@ -322,14 +303,6 @@ def test_ranks_share_the_machines_memory(monkeypatch):
 
 
 # Preparation
-
-
-def test_the_longest_prompts_are_those_of_all_tasks():
-    parts = prepare(config())
-    for domain, tasks in parts.train.items():
-        tools = tool_schemas(parts.environments[domain])
-        lengths = [len(parts.chat.prompt_ids(task.prompt, tools)) for task in tasks]
-        assert parts.longest_prompts()[domain] == max(lengths)
 
 
 def test_a_prompt_that_leaves_no_room_for_a_turn_is_refused():

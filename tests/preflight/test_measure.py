@@ -14,7 +14,7 @@ TINY = ["--domains", "airline", "--num-generations", "4", "--max-tokens", "96"]
 PEAK = r"  peak of its (rollout|update) +(\d+\.\d\d)   in \d+\.\d s"
 
 
-@pytest.mark.parametrize("flags", [(), ("--use-peft",), ("--beta", "0.1"), ("--no-grpo",)])
+@pytest.mark.parametrize("flags", [("--use-peft", "--beta", "0.1"), ("--no-grpo",)])
 def test_the_longest_group_is_played_and_trained(flags, capsys, monkeypatch):
     groups = []
     update = measure.Updater.update_policy

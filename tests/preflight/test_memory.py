@@ -9,9 +9,6 @@ from pipeline.preflight.memory import Memory
 from pipeline.rollout.row_sampler import RowSampler
 from tests.support.helpers import chat, tokenizer
 
-BF16 = torch.bfloat16
-VOCAB = 512
-
 
 def storages(tensors) -> dict[int, int]:
     """The bytes of each different storage."""

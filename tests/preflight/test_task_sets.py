@@ -400,13 +400,6 @@ def test_one_row_that_is_too_long_is_named_and_can_be_left_out(place, name, kind
     assert [note for note in parts.notes if "no room" in note] == [told]
 
 
-def test_a_line_is_counted_with_the_blank_ones_before_it(place):
-    source = place / "sums.jsonl"
-    with_long(source, [2])
-    source.write_text("\n\n" + source.read_text())
-    assert "(task '2', sums.jsonl, line 5; " in refusal(lambda: prepare(limited("sums.jsonl")))
-
-
 def test_held_out_rows_that_are_too_long_are_named_or_left_out_as_well(place):
     source = lines(place / "sums.jsonl", rows(12))
     held_out = with_long(place / "held.jsonl", [1, 3], count=5)

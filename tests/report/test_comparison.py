@@ -3,7 +3,6 @@
 import shutil
 
 import pytest
-import yaml
 
 from pipeline.commands.main import main as command
 from pipeline.errors import UserError
@@ -24,9 +23,8 @@ def sweep(tmp_path_factory):
             settings = {"curriculum": {"replay": replay}, "run": {"seed": seed}}
             run = folder / f"replay={replay}-seed-{seed}"
             make_run(run, THREE, settings=settings, last=last)
-        mixed = make_run(
-            folder / f"mixed-seed-{seed}", ("mixed",), settings={"run": {"seed": seed}}
-        )
+        settings = {"curriculum": {"replay": seed / 10}, "run": {"seed": seed}}  # without effect
+        mixed = make_run(folder / f"mixed-seed-{seed}", ("mixed",), settings=settings)
         with edited(mixed / "results.json") as results:
             results["training"]["mixed"]["episodes"] = 360  # as many as in three stages
     return folder
@@ -93,20 +91,15 @@ def test_a_configuration_is_named_by_the_settings_in_which_it_differs_from_most(
     ]
 
 
-def test_names_are_equal_in_tables_and_plot_and_never_the_same_for_two_configurations(tmp_path):
+def test_long_names_are_never_the_same_for_two_configurations_in_table_and_plot(tmp_path):
     for name in "ab":
         long = {"model": {"model": 60 * "x" + name}, "grpo": {"reference_per_stage": name == "b"}}
-        long["curriculum"] = {"preview": 0.05 * (name == "a"), "replay": 0.1 + 0.1 * (name == "a")}
         make_run(tmp_path / name, THREE, settings=long)
     found = configurations_of(tmp_path)
     assert len({c.label for c in found}) == 2
     (legend,) = draw({"pareto": pareto}, found)["pareto"].legends
     names = [" ".join(text.get_text().split()) for text in legend.get_texts()]
     assert names == [c.label for c in found]
-    lines = [line for text in legend.get_texts() for line in text.get_text().split("\n")]
-    assert len(lines) > 2
-    assert max(map(len, lines)) < 60
-    assert len({line.get_markerfacecolor() for line in legend.legend_handles}) == 2
     text = markdown_of(found)
     assert all(f"| {name} | 1 |" in text for name in names)
 
@@ -164,15 +157,3 @@ def test_without_any_finished_run_there_is_nothing_to_compare(tmp_path):
     make_run(tmp_path / "all" / "a", ())
     with pytest.raises(UserError, match=r"got no finished run with stages to compare \(a\)"):
         configurations_of(tmp_path / "all")
-
-
-def test_settings_of_stages_do_not_tell_mixed_runs_apart(tmp_path):
-    runs = [
-        make_run(tmp_path / str(replay), ("mixed",), settings={"curriculum": {"replay": replay}})
-        for replay in (0.0, 0.3)
-    ]
-    configs = [yaml.safe_load((run / "config.yaml").read_text()) for run in runs]
-    first, second = map(comparison.settings_of, configs)
-    assert first == second
-    assert "curriculum.replay" not in first
-    assert first["curriculum.curriculum"] == "mixed"

@@ -7,7 +7,7 @@ import pytest
 from tests.support import ROOT
 from tests.support.warm_process import warm_subprocess
 
-pytestmark = pytest.mark.whole_run
+pytestmark = pytest.mark.proof
 
 BENCH = ROOT / "scripts" / "bench"
 

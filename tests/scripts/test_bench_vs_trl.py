@@ -9,7 +9,7 @@ from tests.support import ROOT
 from tests.support.helpers import tokenizer
 from tests.support.warm_process import warm_subprocess
 
-pytestmark = pytest.mark.whole_run
+pytestmark = pytest.mark.proof
 
 BENCH = ROOT / "scripts" / "bench"
 QUANTITIES = ("s", "cpu_s", "episodes", "episodes_per_s", "tokens_per_s", "tokens_per_episode")

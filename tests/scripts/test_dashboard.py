@@ -84,21 +84,6 @@ def test_the_dashboard_shows_names_that_a_run_writes(
     assert stops["metrics"] == [f"rollout/stop/{reason}" for reason in StopReason]
 
 
-@WARNS_OF_ITSELF
-def test_the_dashboard_groups_runs_by_curriculum(capsys: pytest.CaptureFixture[str]) -> None:
-    shown = view(capsys, "airline", "bank")
-    assert [section["name"] for section in shown["panelBankConfig"]["sections"]] == [
-        *("Transfer", "Learning: airline", "Learning: bank", "Rollouts", "Updates"),
-        *("Speed and memory", "Episodes"),
-    ]
-    (runs,) = shown["runSets"]
-    assert runs["grouping"] == [{"section": "run", "name": "group"}]
-    assert runs["runFeed"]["columnOrder"] == [
-        *("run:displayName", "summary:final/airline/success", "summary:final/bank/success")
-    ]
-    assert shown["settings"]["xAxis"] == "step"
-
-
 def test_the_dashboard_needs_an_entity(capsys: pytest.CaptureFixture[str]) -> None:
     assert wandb_dashboard.main([]) == 2
     line = "error: --entity: got none; give the W&B user or team whose project it is\n"

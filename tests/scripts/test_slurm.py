@@ -11,7 +11,7 @@ from tests.support import ROOT, slurm
 
 # Each rank notes its place and its flags, and ends with $CODE, after a requeue with 0.
 PYTHON = """#!/bin/sh
-trap 'exit 75' TERM
+trap 'exit 75' TERM USR1
 shift
 place="$RANK of $WORLD_SIZE, $LOCAL_RANK of $LOCAL_WORLD_SIZE"
 echo "$place, $MASTER_ADDR:$MASTER_PORT $*" >> "$LOG"
@@ -57,23 +57,35 @@ def test_every_rank_gets_its_place_and_each_task_of_the_array_its_seed(tmp_path)
     assert lines(tmp_path) == [f"{at}, 10.0.0.1:{run} {flags}" for at in places for run in runs]
 
 
-@pytest.mark.parametrize(("code", "starts", "end"), [("75", 2, 0), ("1", 1, 1), ("2", 1, 2)])
+@pytest.mark.parametrize("code", ["1", "2"])
 @pytest.mark.usefixtures("cluster")
-def test_only_a_run_with_a_checkpoint_queues_again(tmp_path, code, starts, end):
+def test_a_run_that_fails_does_not_queue_again(tmp_path, code):
     job = submit(code, "--ntasks-per-node=1", "--array=1")
-    said, _ = job.communicate()
-    assert job.returncode == end
-    assert len(lines(tmp_path)) == 2 * starts
-    again = "interrupted with a checkpoint: job 4001 queues again\n"
-    assert said == (again if starts == 2 else "")
+    assert job.communicate()[0] == "" and job.returncode == int(code)
+    assert len(lines(tmp_path)) == 2
 
 
+@pytest.mark.parametrize(
+    ("options", "said", "starts", "end"),
+    [
+        ([], "", 1, 75),
+        (
+            ["--signal=USR1"],
+            "interrupted with a checkpoint: job 4001 queues again\n",
+            2,
+            0,
+        ),
+    ],
+    ids=["cancelled", "before the time limit"],
+)
 @pytest.mark.usefixtures("cluster")
-def test_a_cancelled_job_does_not_queue_again(tmp_path):
+def test_only_an_interrupted_job_that_nobody_has_cancelled_queues_again(
+    tmp_path, options, said, starts, end
+):
     job = submit("wait", "--ntasks-per-node=1", "--array=1")
     while len(lines(tmp_path)) < 2:
         assert job.poll() is None
         time.sleep(0.02)
-    subprocess.run(["scancel", "4001"], check=True)
-    assert job.communicate()[0] == "" and job.returncode == 75
-    assert len(lines(tmp_path)) == 2
+    subprocess.run(["scancel", *options, "4001"], check=True)
+    assert job.communicate()[0] == said and job.returncode == end
+    assert len(lines(tmp_path)) == 2 * starts

@@ -1,4 +1,8 @@
-"""Small runs of the benchmarks that kill runs and put faults into them."""
+"""Small runs of the proofs that kill runs and put faults into them.
+
+That a killed run ends as the undisturbed one is proven by test_survives.py, that a killed rank is
+named by test_watchdog.py, and that NaN skips a step by grpo/test_faults.py.
+"""
 
 import json
 from pathlib import Path
@@ -16,7 +20,7 @@ SMALL = [  # groups live whatever the untrained model says, and what it says is 
     *("--entropy-coef", "0.05", "--validation-steps", "0", "--eval-tasks-per-domain", "1"),
     *("--tasks-per-domain", "8", "--max-turns", "2", "--max-tokens-per-turn", "8"),
 ]
-pytestmark = [pytest.mark.whole_run, pytest.mark.usefixtures("no_stray_processes")]
+pytestmark = [pytest.mark.proof, pytest.mark.usefixtures("no_stray_processes")]
 
 
 def run(script: Any, *flags: str, folder: Path) -> dict[str, float]:

@@ -9,13 +9,12 @@ from pipeline.config.cli import parse
 from scripts.proofs import transfer
 from tests.support.warm_process import warm_subprocess
 
-pytestmark = pytest.mark.whole_run
-
 TINY = "--max-steps 3 --eval-tasks-per-domain 2 --tasks-per-step 3 --validation-steps 0 "
 TINY += "--warm-start-steps 1 --warm-start-batch-size 3 --max-turns 5 --max-tokens-per-turn 12 "
 TINY += "--tasks-per-domain 4 --num-generations 2"
 
 
+@pytest.mark.proof
 def test_the_benchmark_compares_a_remedy_and_mixed_training(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sweep, "subprocess", warm_subprocess())
     flags = ["--quick", "--seeds", "1", "--rows", "0", "5", "7"]

@@ -32,15 +32,8 @@ TRAIN = {
 }
 START = {"kind": "eval", "stage": "start", "after": "start", "step": 0, "eval/retail/success": 0.0}
 WARM = {**START, "stage": "warm_start", "after": "warm_start", "eval/retail/success": 0.375}
-VALIDATION = {
-    "kind": "validation",
-    "stage": "airline",
-    "step": 1,
-    "validation/airline/success": 0.5,
-}
 AFTER = {**START, "stage": "airline", "after": "airline", "step": 1, "eval/retail/success": 0.4375}
 TIMES = {"kind": "train", "stage": "airline", "step": 1, "perf/step_s": 1.5, "cores": 2}
-ALL = [START, WARM, TRAIN, VALIDATION, AFTER]
 
 
 def config(*report_to: str, **tracking: object) -> Config:
@@ -214,21 +207,12 @@ def points():
     return points
 
 
-def test_tensorboard_gets_the_numbers_of_the_files(tmp_path, points):
-    with RunLog(tmp_path / "run", config("tensorboard"), is_main=True) as log:
-        for record in [*ALL, {**TRAIN, "step": 2}]:
-            log.metrics(record)
-        log.timings(TIMES)
-    found = points(tmp_path / "run")
-    assert found["reward/airline"] == [(1, 0.5), (2, 0.5)]
-    assert found["eval/retail/success"] == [(0, 0.0), (0, 0.375), (1, 0.4375)]
-    assert found["perf/step_s"] == [(1, 1.5)]
-    assert set(found) == {name for record in [*ALL, TIMES] for name in record if "/" in name}
-
-
-def test_tensorboard_shows_each_line_once_after_a_resume(tmp_path, points):
+def test_tensorboard_has_the_numbers_of_the_files_once_whatever_was_begun_before(tmp_path, points):
+    with RunLog(tmp_path, config("tensorboard"), is_main=True) as log:  # leaves no checkpoint
+        log.metrics({**TRAIN, "train/loss": 8.0})
     with RunLog(tmp_path, config("tensorboard"), is_main=True) as log:
         log.metrics(START)
+        log.metrics(WARM)
         log.metrics(TRAIN)
         log.timings(TIMES)
         sizes = log.state_dict()["sizes"]
@@ -239,15 +223,10 @@ def test_tensorboard_shows_each_line_once_after_a_resume(tmp_path, points):
         log.metrics({**TRAIN, "step": 2})
     found = points(tmp_path)
     assert found["train/loss"] == [(1, 0.125), (2, 0.125)]
-    assert found["eval/retail/success"] == [(0, 0.0), (1, 0.4375)]
+    assert found["eval/retail/success"] == [(0, 0.0), (0, 0.375), (1, 0.4375)]
     assert found["perf/step_s"] == [(1, 1.5)]
-
-
-def test_tensorboard_forgets_an_attempt_that_left_no_checkpoint(tmp_path, points):
-    for loss in (9.0, 0.125):
-        with RunLog(tmp_path, config("tensorboard"), is_main=True) as log:
-            log.metrics({**TRAIN, "train/loss": loss})
-    assert points(tmp_path)["train/loss"] == [(1, 0.125)]
+    names = {name for record in (START, TRAIN, TIMES) for name in record if "/" in name}
+    assert set(found) == names
 
 
 def test_a_tracker_that_fails_is_given_up_with_one_warning(tmp_path, points, capsys, monkeypatch):
@@ -278,15 +257,12 @@ def test_progress_is_a_line_now_and_then_without_a_terminal(capsys):
     ]
 
 
-def test_progress_of_many_steps_without_rewards_stays_short(capsys):
+def test_progress_of_many_steps_is_ten_lines_whatever_is_not_known_yet(capsys):
     with StageProgress("warm start", 440, is_main=True) as progress:
         for step in range(440):
             progress.step({"loss": None if step < 55 else 0.25})
     lines = capsys.readouterr().err.splitlines()
-    assert len(lines) == 10
-    assert lines[0].startswith("warm start 44/440  ") and "loss" not in lines[0]
-    assert lines[1].startswith("warm start 88/440  loss 0.250  ")
-    assert lines[-1].endswith(" s")  # nothing is left
+    assert ["loss 0.250" in line for line in lines] == [False] + [True] * 9
 
 
 def test_episodes_are_a_line_per_minute_without_a_terminal(capsys, monkeypatch):
@@ -322,10 +298,3 @@ def test_importing_it_needs_no_torch_and_no_tracker():
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
     )
     assert done.stdout == "[]\n"
-
-
-def test_what_json_does_not_know_becomes_null(tmp_path):
-    with RunLog(tmp_path, config(), is_main=True) as log:
-        log.metrics({"step": 1, "a": math.nan, "b": [math.inf, 1.0], "c": {"d": -math.inf}})
-    text = (tmp_path / "metrics.jsonl").read_text()
-    assert text == '{"step": 1, "a": null, "b": [null, 1.0], "c": {"d": null}}\n'
