@@ -46,7 +46,7 @@ ROOMS = (  # a room imports only rooms before it
     "__main__",
 )
 WITHOUT_TORCH = ("files", "config", "data", "environments", "embedded", "tau2", "plots", "report")
-TALKING = [PACKAGE / "distributed" / f"{name}.py" for name in ("ranks", "connecting")]
+TALKING = [PACKAGE / "distributed" / f"{n}.py" for n in ("ranks", "connecting", "sharding")]
 COLLECTIVES = {
     *("all_reduce", "all_gather", "all_gather_object", "all_gather_into_tensor", "all_to_all"),
     *("broadcast", "broadcast_object_list", "gather_object", "gather_for_metrics", "new_group"),

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from pipeline.checkpoints.moments import WHOLE, whole_moments, write_sharded
 from pipeline.checkpoints.run_folder import (
     FORMAT,
     FULL,
@@ -28,7 +29,8 @@ from pipeline.checkpoints.run_folder import (
     write_manifest,
 )
 from pipeline.config.settings import RunSettings
-from pipeline.distributed.ranks import Ranks, consolidated_state_dict
+from pipeline.distributed.ranks import Ranks
+from pipeline.distributed.sharding import is_sharded
 from pipeline.errors import SHUTDOWN_TIMEOUT, MachineError
 from pipeline.files.durable import sync, write_text
 from pipeline.models import lora
@@ -75,6 +77,14 @@ class TrainState:
         return any(validation["step"] == step for validation in self.validations)
 
 
+def begin_writing(folder: Path, name: str) -> Path:
+    """Make the hidden, empty folder in which the checkpoint `name` is written."""
+    writing = folder / f"{WRITING}{name}"
+    shutil.rmtree(writing, ignore_errors=True)
+    writing.mkdir(parents=True)
+    return writing
+
+
 def save(
     folder: Path, name: str, model: Any, tokenizer: Any, state: SavedState, moments: Any = None
 ) -> Path:
@@ -83,21 +93,21 @@ def save(
     The files are written to a hidden folder, which is then renamed, so a failure damages no earlier
     checkpoint. `moments` is the state of the optimizer.
     """
-    folder.mkdir(parents=True, exist_ok=True)
     final = folder / name
-    writing = folder / f"{WRITING}{name}"
-    shutil.rmtree(writing, ignore_errors=True)
+    writing = begin_writing(folder, name) if not is_sharded(model) else folder / f"{WRITING}{name}"
     number = 1 + max(map(number_of, newest_first(folder)), default=0)
     config = json.dumps(state.get("config", {}), sort_keys=True).encode()
     content = {"format": FORMAT, **state, "config_hash": hashlib.sha256(config).hexdigest()}
     try:
-        if has_adapters(model):
+        if is_sharded(model):
+            pass  # `write_sharded` has written the weights
+        elif has_adapters(model):
             lora.save(model, writing)
         else:
             model.save_pretrained(writing)
         tokenizer.save_pretrained(writing)
         if moments is not None:
-            with (writing / "optimizer.pt").open("wb") as file:  # torch.save(path) hides OSErrors
+            with (writing / WHOLE).open("wb") as file:  # torch.save(path) hides OSErrors
                 torch.save(moments, file)
         (writing / "state.json").write_text(json.dumps(content, indent=1), encoding="utf-8")
         write_manifest(writing, number)
@@ -114,12 +124,6 @@ def save(
     sync(folder)
     write_text(folder / "latest", name + "\n")
     return final
-
-
-def load_optimizer(path: Path, optimizer: torch.optim.Optimizer) -> None:
-    """Restore the state of the optimizer from the checkpoint `path`, if the checkpoint has one."""
-    if (file := path / "optimizer.pt").is_file():
-        optimizer.load_state_dict(torch.load(file, map_location="cpu", weights_only=True))
 
 
 def full_disk(folder: Path, error: BaseException, remedy: str) -> MachineError | None:
@@ -209,8 +213,16 @@ class Checkpointer:
         while self.unsynced:
             sync(self.unsynced.pop())
         self.ranks.check_same_parameters(model.named_parameters(), f"at checkpoint {name}")
-        rank = self.ranks.rank
-        moments = None if optimizer is None else consolidated_state_dict(optimizer, rank)
+        moments = None
+        if is_sharded(model):
+            if self.ranks.is_main:
+                begin_writing(self.folder, name)
+            self.ranks.barrier(f"checkpoint {name}")
+            with self.ranks.waiting(f"checkpoint {name}"):
+                folder = self.folder / f"{WRITING}{name}"
+                write_sharded(folder, model, optimizer, self.ranks.is_main)
+        elif optimizer is not None:
+            moments = whole_moments(optimizer, self.ranks.is_main)
         if self.ranks.is_main:
             path = self.write(name, model, moments)
             kept = {path.name, self.state.best.get("checkpoint")}

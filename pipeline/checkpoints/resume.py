@@ -20,6 +20,7 @@ from pipeline.config.settings import Config, ModelSettings
 from pipeline.data.curriculum import BEFORE_GRPO, Stage
 from pipeline.data.tasks import HELD_OUT, MODULE
 from pipeline.distributed.ranks import Ranks, parameter_hash
+from pipeline.distributed.sharding import fill, is_sharded, whole
 from pipeline.errors import UserError
 from pipeline.files.layout import run_of_checkpoint
 from pipeline.files.untrusted import shown
@@ -151,7 +152,9 @@ def load_start(
 
 def weights_of(model: Any, ranks: Ranks) -> dict[str, str]:
     """Return the SHA-256 of a base model's weights on rank 0, by a name for them and their type."""
-    own = parameter_hash(model.named_parameters()) if ranks.is_main else ""
+    own = ""
+    if ranks.is_main or is_sharded(model):
+        own = parameter_hash((name, whole(p)) for name, p in model.named_parameters())
     kind = str(next(model.parameters()).dtype).removeprefix("torch.")
     found = ranks.all_gather_objects(own, "weights of the base model")
     return {f"weights of the base model ({kind})": found[0]}
@@ -280,4 +283,4 @@ def set_weights(model: Any, config: Config, tokenizer: Any, folder: Path | None)
         return  # New LoRA adapters do not change the output of a model.
     loaded = load_start(config, tokenizer, folder, torch.device("cpu"))[1]
     for parameter, value in zip(model.parameters(), loaded.parameters(), strict=True):
-        parameter.copy_(value)
+        fill(parameter, value)

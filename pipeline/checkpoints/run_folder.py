@@ -29,7 +29,7 @@ PLACE_AND_BUDGET = ("url", "key", "max_calls", "max_tokens")  # of a language mo
 # Settings that a resumed run may change, because no result depends on them.
 HARMLESS = {
     *("trust_remote_code", "call_timeout", "max_error_rate", "max_skipped_steps"),
-    *("shard_optimizer", "max_sampling_logp_difference", "rollout_timeout", "tau2"),
+    *("shard", "reshard_after_forward", "max_sampling_logp_difference", "rollout_timeout", "tau2"),
     *(f"{role}_{name}" for role in ("customer", "judge") for name in PLACE_AND_BUDGET),
     "start_report_tasks",
     *(full_name(*key) for key in SETTINGS if key[0] in ("agent", "run", "tracking")),

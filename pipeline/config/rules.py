@@ -76,6 +76,10 @@ def left_out(config: Config) -> list[str]:
             "tau2_arguments: has no effect without tau2",
         ),
         (
+            config.grpo.shard != "full" and not config.grpo.reshard_after_forward,
+            "reshard_after_forward: has no effect without shard full",
+        ),
+        (
             data.skip_long_tasks and not (data.tasks or data.eval_tasks),
             "skip_long_tasks: has no effect without tasks or eval_tasks",
         ),
@@ -292,6 +296,11 @@ def _loss(config: Config) -> Rows:
         (
             grpo.dynamic_sampling and not grpo.drop_zero_std_groups,
             "drop_zero_std_groups: false contradicts dynamic_sampling; take one of the two out",
+        ),
+        (
+            grpo.shard == "full" and config.run.deterministic,
+            "shard: got full with deterministic, whose sums are of whole gradients; give optimizer "
+            "or none",
         ),
         (
             grpo.scale_lr != "none" and grpo.reference_tasks_per_step is None,

@@ -284,7 +284,12 @@ class GRPOSettings(Section):
     padding_free: bool = field(False, "join sequences in one row, without padding")
     share_prefixes: bool = field(True, "compute common prefixes once; needs attention sdpa")
     balance_ranks: bool = field(True, "give all ranks similar numbers of trained tokens")
-    shard_optimizer: bool = field(False, "shard AdamW's moments over the ranks")
+    shard: Literal["none", "optimizer", "full"] = field(
+        "none", "spread over the ranks: AdamW's moments, or also weights and gradients (FSDP2)"
+    )
+    reshard_after_forward: bool = field(
+        True, "with shard full: free a layer's weights until its backward pass gathers them again"
+    )
     gradient_checkpointing: bool = field(False, "recompute activations to save memory")
     drop_zero_std_groups: bool = field(True, "leave out groups with equal rewards")
     dynamic_sampling: bool = field(False, "replace groups with equal rewards (DAPO)")

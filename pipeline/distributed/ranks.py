@@ -191,7 +191,8 @@ class Ranks:
         self, parameters: Iterable[tuple[str, torch.Tensor]], when: str
     ) -> str:
         """Return the parameters' SHA-256; raises RuntimeError if the ranks' parameters differ."""
-        digests = self.all_gather_objects(self._hash(parameters), f"parameters {when}")
+        replicated = ((name, p) for name, p in parameters if not hasattr(p, "full_tensor"))
+        digests = self.all_gather_objects(self._hash(replicated), f"parameters {when}")
         if different := [rank for rank, other in enumerate(digests) if other != digests[0]]:
             why = f"ranks {different} differ from rank 0; the run stops here"
             raise RuntimeError(f"parameters {when}: {why}")
@@ -302,22 +303,6 @@ def add_up(_: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor
     assert work is not None
     sums: torch.futures.Future[torch.Tensor] = work.get_future().then(lambda d: d.value()[0])
     return sums
-
-
-def sharded_adamw(parameters: Iterable[Any], **settings: Any) -> torch.optim.Optimizer:
-    """AdamW with moments sharded over the ranks (ZeRO stage 1, arXiv 1910.02054, section 5.1)."""
-    if not dist.is_initialized():
-        return torch.optim.AdamW(parameters, **settings)
-    from torch.distributed.optim import ZeroRedundancyOptimizer  # the import takes a second
-
-    return ZeroRedundancyOptimizer(parameters, optimizer_class=torch.optim.AdamW, **settings)
-
-
-def consolidated_state_dict(optimizer: torch.optim.Optimizer, rank: int) -> dict[str, Any] | None:
-    """Return the whole optimizer state on rank 0, else None; every rank must call the function."""
-    if hasattr(optimizer, "consolidate_state_dict"):
-        optimizer.consolidate_state_dict(to=0)
-    return optimizer.state_dict() if rank == 0 else None
 
 
 def sum_over_ranks(tensor: torch.Tensor) -> torch.Tensor:

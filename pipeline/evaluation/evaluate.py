@@ -320,10 +320,13 @@ class KLProbe:
         budget = 1 if self._config.run.deterministic else updater.max_tokens_per_microbatch
         items = [(trajectories[i], 0.0, 0.0) for i in order]
         sums = list[float]()
-        for batch in make_micro_batches(items, budget, updater.pad_id):
+        batches = make_micro_batches(items, budget, updater.pad_id)
+        for batch, counts in updater.passes(batches):
             batch = batch.to(updater.accelerator.device)
             with updater.accelerator.autocast():
                 logprobs, _ = updater.module(batch)
+            if not counts:
+                continue
             ratio = (logprobs - batch.old_logprobs).double()
             terms = (torch.expm1(ratio) - ratio).cpu()  # on a GPU, index_add adds in no fixed order
             zeros = terms.new_zeros(len(batch.lengths))

@@ -21,7 +21,7 @@ from pipeline.files.untrusted import reason_of
 from pipeline.models.model_files import HUB_ID
 from pipeline.tracking.run_files import load_run
 
-OF_THE_RUN = ("optimizer.pt", "state.json")  # files of a checkpoint that are no part of a model
+OF_THE_RUN = ("optimizer.pt", "moments/", "state.json")  # what is no part of a model
 # Files of an earlier upload that would change what a folder means.
 OUTDATED = ["adapter_*", "*.safetensors", "*.safetensors.index.json"]
 
@@ -82,7 +82,7 @@ def _write(checkpoint: RunCheckpoint, folder: Path, merge: bool, repo_id: str | 
     manifest = read_manifest(checkpoint.path)
     assert manifest is not None, "an undamaged checkpoint has a manifest"
     is_adapter = checkpoint.is_adapter and not merge
-    names = [name for name in manifest["files"] if name not in OF_THE_RUN]
+    names = [name for name in manifest["files"] if not name.startswith(OF_THE_RUN)]
     if checkpoint.is_adapter and merge:
         from pipeline.models.loading import load_folder
 

@@ -15,6 +15,7 @@ import torch
 from pipeline.config.settings import Config
 from pipeline.data.rng import stream_key
 from pipeline.distributed.ranks import Ranks
+from pipeline.distributed.sharding import computed, fill
 from pipeline.errors import UserError
 from pipeline.files.untrusted import reason_of
 from pipeline.grpo.micro_batches import make_micro_batches
@@ -127,10 +128,14 @@ def _differences(
 
 def _change_of_logits(model: Any, ids_BT: torch.Tensor) -> torch.Tensor:
     """Return how much a model changes the logits of its output layer, which training does not."""
-    hidden_BT = model.get_decoder()(ids_BT, use_cache=False).last_hidden_state
-    ours = model.get_output_embeddings()(hidden_BT)
-    own = model(ids_BT, use_cache=False).logits
-    return (logprobs_of(ours, 1.0) - logprobs_of(own, 1.0)).abs().mean()
+
+    def change() -> torch.Tensor:
+        hidden_BT = model.get_decoder()(ids_BT, use_cache=False).last_hidden_state
+        ours = model.get_output_embeddings()(hidden_BT)
+        own = model(ids_BT, use_cache=False).logits
+        return (logprobs_of(ours, 1.0) - logprobs_of(own, 1.0)).abs().mean()
+
+    return computed(model, change)
 
 
 def _converse(sampler: Sampler, prompt: list[int], max_tokens: int) -> list[Trajectory]:
@@ -169,7 +174,8 @@ def _unused_adapters(model: Any, ids: list[int]) -> list[str]:
     layers: dict[Any, str] = {layer: name for name, layer in named if isinstance(layer, LoraLayer)}
     used = set[Any]()
     hooks = [layer.register_forward_pre_hook(lambda x, _: used.add(x)) for layer in layers]
-    model(torch.tensor([ids], device=next(model.parameters()).device), use_cache=False)
+    ids_1T = torch.tensor([ids], device=next(model.parameters()).device)
+    computed(model, lambda: model(ids_1T, use_cache=False))
     for hook in hooks:
         hook.remove()
     return [name for layer, name in layers.items() if layer not in used]
@@ -186,7 +192,7 @@ def _active_adapters(model: Any, sampler: Sampler, config: Config) -> Iterator[N
     std = math.sqrt(config.model.lora_r) / (20 * config.model.lora_alpha)
     generator = torch.Generator().manual_seed(1)
     for parameter in adapters:
-        parameter.copy_(std * torch.randn(parameter.shape, generator=generator))
+        fill(parameter, std * torch.randn(parameter.shape, generator=generator))
     try:
         sampler.load_weights(trained_weights(model))
         yield

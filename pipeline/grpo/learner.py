@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from pipeline.chat.template import Chat
-from pipeline.checkpoints.checkpoint import Checkpointer, load_optimizer
+from pipeline.checkpoints.checkpoint import Checkpointer
+from pipeline.checkpoints.moments import load_optimizer
 from pipeline.checkpoints.resume import (
     base_of_adapters,
     folder_of_reference,
@@ -19,15 +20,16 @@ from pipeline.checkpoints.resume import (
 from pipeline.config.settings import Config
 from pipeline.data.curriculum import Stage
 from pipeline.distributed.ranks import Ranks
+from pipeline.distributed.sharding import shard_model
 from pipeline.environments.faults import FaultLog
-from pipeline.errors import RunError
+from pipeline.errors import RunError, UserError
 from pipeline.grpo.agreement import BOUNDS, ROUNDINGS, refuse_disagreement
 from pipeline.grpo.micro_batches import micro_batch
 from pipeline.grpo.token_logprobs import TokenLogprobs
 from pipeline.grpo.updater import Reference, Updater
 from pipeline.models import lora
-from pipeline.models.layers import fix_rotary, recompute_layers
-from pipeline.models.loading import dtype_of
+from pipeline.models.layers import fix_rotary, outer_layers, recompute_layers
+from pipeline.models.loading import dtype_of, uses_bf16
 from pipeline.models.sampling_copy import has_adapters, trained_weights
 from pipeline.rollout.rollout import Rollout, SamplerPolicy
 from pipeline.rollout.sampler import Sampler
@@ -111,6 +113,8 @@ class Learner:
         self._make_sampler = make_sampler
         self._probe = Probe(chat, dtype_of(config.model))
         self.sampling = SamplerPolicy(self._sampler(chat, ranks.is_main), chat, config.rollout)
+        if not config.model.use_peft:
+            self._shard()
         self.rollout = Rollout(
             self.sampling,
             chat,
@@ -126,6 +130,22 @@ class Learner:
         dtype = dtype_of(self._config.model)
         return self._make_sampler(self.model, chat, self._config.rollout, dtype, is_main)
 
+    def _shard(self) -> None:
+        """Spread the model over the ranks if the setting asks for it; the sampler stays whole."""
+        config = self._config
+        if config.grpo.shard != "full" or self._ranks.num_ranks == 1 or not config.grpo.use_grpo:
+            return
+        # LoRA's frozen weights have the type in which the model computes, its adapters keep fp32.
+        is_bf16 = uses_bf16(config.model) and not config.model.use_peft
+        compute = torch.bfloat16 if is_bf16 else None
+        reshards = config.grpo.reshard_after_forward
+        if not (layers := outer_layers(self.model)):
+            name = type(self.model).__name__
+            raise UserError(
+                f"shard: got full, but {name} has no layers to shard; set it to optimizer"
+            )
+        shard_model(self.model, layers, compute, reshards=reshards)
+
     def attach(self, checkpointer: Checkpointer, folder: Path | None = None) -> None:
         """Add LoRA adapters, those of the checkpoint `folder` if it has any; renew the sampler."""
         config = self._config
@@ -138,6 +158,7 @@ class Learner:
         self.model = adapted.to(self.accelerator.device)
         set_weights(self.model, config, chat.tokenizer, folder)
         self.sampling.sampler = self._sampler(chat, is_main=False)
+        self._shard()
         self.check_agreement(self._prompt)
 
     def close(self) -> None:

@@ -83,6 +83,13 @@ def shared_cuts(sequences: Sequence[list[int]], max_tokens: int) -> list[int]:
     return [*ends, len(sequences)] if sequences else []
 
 
+def empty_batch(pad_id: int) -> MicroBatch:
+    """Return a micro-batch of one token that has the weight 0."""
+    text = Trajectory(domain="", task_id="", prompt_ids=[pad_id])
+    text.append([pad_id], [0.0])
+    return micro_batch([(text, 0.0, 0.0)], pad_id)
+
+
 def micro_batch(
     items: Sequence[Item], pad_id: int, padding_free: bool = False, share_prefixes: bool = False
 ) -> MicroBatch:

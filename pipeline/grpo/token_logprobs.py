@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from pipeline.distributed.sharding import computed
 from pipeline.grpo.micro_batches import MicroBatch
 from pipeline.grpo.prefix_tree import NO_MASK, follow_prefixes
 from pipeline.models.layers import keep_less, logits_of, weight_of_logits
@@ -45,11 +46,12 @@ class TokenLogprobs(nn.Module):
         if batch.tree is not None:
             assert self.shares_prefixes, "this model's attention cannot use prefix trees"
             tree = {"tree": batch.tree, "attention_mask": NO_MASK.to(batch.input_ids.device)}
+        compute = partial(self._logprobs, batch, tree)
         if not has_adapters(self.model):
-            return self._logprobs(batch, tree)
+            return computed(self.model, compute)
         # LoRA's frozen weights are in the type in which the model computes; adapters stay in fp32.
         with torch.autocast(batch.input_ids.device.type, enabled=False):
-            return self._logprobs(batch, tree)
+            return computed(self.model, compute)
 
     def _logprobs(
         self, batch: MicroBatch, tree: Mapping[str, Any]

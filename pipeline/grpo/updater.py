@@ -4,9 +4,8 @@ If memory runs out, an Updater halves the maximum number of tokens in a micro-ba
 skip an optimizer step whose loss or gradient is not finite.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +13,15 @@ import torch
 from torch.func import functional_call
 
 from pipeline.config.settings import Config
-from pipeline.distributed.ranks import GradientAllReduce, Ranks, sharded_adamw, sum_gradients
+from pipeline.distributed.ranks import GradientAllReduce, Ranks, sum_gradients
+from pipeline.distributed.sharding import ShardedAdamW, exchanged, is_sharded, whole
+from pipeline.errors import RunError
 from pipeline.grpo.algorithm import JOINED, JOINED_RATIOS, TokenStats, grpo_loss, token_weights
 from pipeline.grpo.micro_batches import (
     Item,
     MicroBatch,
     costs_of,
+    empty_batch,
     make_micro_batches,
     make_plan,
     rearranged,
@@ -50,7 +52,14 @@ class Reference:
     @torch.no_grad()
     def logprobs(self, batch: MicroBatch) -> torch.Tensor:
         """Return log-probabilities of `batch.targets` under the reference policy, [N]."""
-        logprobs: torch.Tensor = functional_call(self.module, self.parameters, (batch,))[0]
+        logprobs: torch.Tensor
+        if not is_sharded(self.module.model):
+            logprobs = functional_call(self.module, self.parameters, (batch,))[0]
+            return logprobs
+        named = dict(self.module.named_parameters())
+        pairs = [(named[name], tensor) for name, tensor in self.parameters.items()]
+        with exchanged(self.module.model, pairs):
+            logprobs = self.module(batch)[0]
         return logprobs
 
 
@@ -82,7 +91,7 @@ class Updater:
         self.loss = loss
         self._leaves_out = leaves_out
         self.module = accelerator.prepare_model(module, evaluation_mode=True)  # without DDP
-        self.gradient_all_reduce = sum_gradients(accelerator.prepare(GradientAllReduce(module)))
+        self.is_sharded = is_sharded(module.model)
         self.settings = settings = config.grpo
         self.limits = config.rollout
         self.corrects = config.corrects_sampling
@@ -96,7 +105,8 @@ class Updater:
         if shared and not module.shares_prefixes and ranks.is_main:
             print("warning: share_prefixes is ignored; it needs sdpa and layers of full attention")
         self.parameters = [p for p in module.parameters() if p.requires_grad]
-        make = sharded_adamw if settings.shard_optimizer else torch.optim.AdamW
+        shards_moments = settings.shard == "optimizer" and ranks.num_ranks > 1
+        make = ShardedAdamW if shards_moments else torch.optim.AdamW
         self.optimizer = make(
             _groups(self.parameters, decays_vectors),
             lr=0.0,  # each step sets its own
@@ -113,6 +123,10 @@ class Updater:
         self.num_skipped = self.num_skipped_in_a_row = 0  # numbers of skipped optimizer steps
         self.faults_folder: Path | None = None  # folder for micro-batches of skipped steps
         self._skipped_step: int | None = None
+        self._nothing = empty_batch(pad_id)
+        if self.is_sharded:
+            return
+        self.gradient_all_reduce = sum_gradients(accelerator.prepare(GradientAllReduce(module)))
         # DDP changes its buckets, and so the order of its sums, after the first all-reduce. After
         # these extra all-reduces, a resumed run and an uninterrupted run sum in the same order, and
         # each gradient is a part of a bucket.
@@ -208,13 +222,13 @@ class Updater:
         return make_micro_batches(items, budget, self.pad_id, padding_free, self.shares_prefixes)
 
     def _all_reduce_gradients(self) -> None:
-        if self.ranks.num_ranks > 1:
+        if self.ranks.num_ranks > 1 and not self.is_sharded:
             with self.ranks.waiting("gradients"):
                 self.accelerator.backward(self.gradient_all_reduce())
 
     def _zero_gradients(self) -> None:
         """Zero the gradients in DDP's buckets; without buckets, free the gradients."""
-        in_buckets = self.ranks.num_ranks > 1 and not self.deterministic
+        in_buckets = self.ranks.num_ranks > 1 and not (self.deterministic or self.is_sharded)
         self.optimizer.zero_grad(set_to_none=not in_buckets)
 
     def _backward_in_order(
@@ -254,11 +268,16 @@ class Updater:
             try:
                 if known := self._trainer_logprobs.get(number):
                     batches = with_trainer_logprobs(batches, known)
-                for batch in takewhile(lambda _: not self._leaves_out(), batches):
-                    done.append(self._backward_one(batch, num_tokens))
+                for batch, counts in self.passes(batches):
+                    if self._leaves_out() and not self.is_sharded:
+                        break
+                    found = self._backward_one(batch, num_tokens)
+                    done += [found] * counts
             except (RuntimeError, MemoryError) as error:
                 if not rank_memory.is_out_of_memory(error):
                     raise
+                if self.is_sharded:  # the other ranks wait inside this pass
+                    raise RunError(self._too_large(batches, len(done))) from None
                 self.max_tokens_per_microbatch = smaller_budget(
                     self.max_tokens_per_microbatch, batches, len(done), self.ranks.rank
                 )
@@ -275,16 +294,32 @@ class Updater:
             self._zero_gradients()
             rank_memory.give_memory_back()
 
+    def _too_large(self, batches: Sequence[MicroBatch], number: int) -> str:
+        size = batches[number].input_ids.numel() if number < len(batches) else 1
+        remedy = f"resume with --max-tokens-per-microbatch {max(1, size // 2)} --override"
+        where = f"on rank {self.ranks.rank}"
+        return f"memory: a micro-batch of {size:,} tokens does not fit {where}; {remedy}"
+
+    def passes(self, batches: Sequence[MicroBatch]) -> Iterator[tuple[MicroBatch, bool]]:
+        """Yield this rank's micro-batches, with True: they count.
+
+        All ranks pass through a sharded model together. A rank with fewer micro-batches than
+        another then also gets micro-batches of one token that do not count.
+        """
+        count = int(self.ranks.max(len(batches))) if self.is_sharded else len(batches)
+        for index in range(count):
+            yield (batches[index], True) if index < len(batches) else (self._nothing, False)
+
     def _backward_one(self, batch: MicroBatch, num_tokens: float) -> Computed:
         self.ranks.alive()
         here = batch.to(self.accelerator.device)
-        logprobs, entropy = self.module(here)
-        if self.corrects and batch.trainer_logprobs is None:  # the step's first update
-            batch, here = (replace(b, trainer_logprobs=logprobs.detach()) for b in (batch, here))
         ref_logprobs = None
         if self.reference is not None:
             with self.accelerator.autocast():
                 ref_logprobs = self.reference.logprobs(here)
+        logprobs, entropy = self.module(here)
+        if self.corrects and batch.trainer_logprobs is None:  # the step's first update
+            batch, here = (replace(b, trainer_logprobs=logprobs.detach()) for b in (batch, here))
         loss, stats = self.loss(logprobs, entropy, here, self.settings, num_tokens, ref_logprobs)
         self.accelerator.backward(loss)
         return batch, stats
@@ -298,7 +333,7 @@ class Updater:
         """
         with self.ranks.waiting("gradients"):  # on a GPU, `float()` waits for the all-reduce
             max_norm = self.settings.max_grad_norm
-            norm = float(self.accelerator.clip_grad_norm_(self.parameters, max_norm))
+            norm = float(whole(self.accelerator.clip_grad_norm_(self.parameters, max_norm)))
         joined = [*JOINED, *(JOINED_RATIOS if self.corrects else [])]
         mine = dict[str, float]()
         for names, reduce, nothing in joined:

@@ -51,6 +51,10 @@ SHAPES: dict[str, dict[str, Any]] = {
         **{**_QWEN3, "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36},
         **{"num_attention_heads": 32, "tie_word_embeddings": False},
     },
+    "Qwen/Qwen3-32B": {
+        **{**_QWEN3, "hidden_size": 5120, "intermediate_size": 25600, "num_hidden_layers": 64},
+        **{"num_attention_heads": 64, "tie_word_embeddings": False},
+    },
 }
 
 

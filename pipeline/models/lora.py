@@ -12,23 +12,27 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from copy import copy
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 from transformers.utils import logging
 
 from pipeline.config.settings import ModelSettings
 from pipeline.distributed.children import rehearse
+from pipeline.distributed.sharding import fill
 from pipeline.errors import UserError
 from pipeline.files.layout import ADAPTER_CONFIG
 from pipeline.files.untrusted import printable, reason_of
 from pipeline.models.model_files import read_json
+
+ADAPTER_FILE = "adapter_model.safetensors"
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -165,7 +169,7 @@ def read_adapters(folder: str | Path) -> tuple[dict[str, Any], dict[str, torch.T
     Raises UserError unless the adapters are LoRA without `megatron_config`. PEFT itself would load
     a pickle, and would import a module that a configuration with `megatron_config` names.
     """
-    path = Path(folder) / "adapter_model.safetensors"
+    path = Path(folder) / ADAPTER_FILE
     config = read_json(Path(folder) / ADAPTER_CONFIG)
     is_lora = config.get("peft_type") == "LORA" and config.get("megatron_config") is None
     numbers = [config.get("r"), config.get("lora_alpha")]
@@ -185,6 +189,15 @@ def save(model: PeftModel, folder: Path) -> None:
     (folder / "README.md").unlink(missing_ok=True)  # PEFT writes an empty model card.
 
 
+def write(model: PeftModel, adapters: dict[str, torch.Tensor], folder: Path) -> None:
+    """Write given adapters of a model, with the configuration that `save` writes."""
+    config = copy(model.peft_config["default"])
+    config.inference_mode = True
+    config.save_pretrained(str(folder))
+    files = {name: tensor.contiguous().cpu() for name, tensor in adapters.items()}
+    save_file(files, folder / ADAPTER_FILE, metadata={"format": "pt"})
+
+
 @torch.no_grad()
 def load(model: PeftModel, folder: str | Path) -> None:
     """Load a checkpoint's adapters into a model; raises UserError if names or shapes differ.
@@ -196,7 +209,7 @@ def load(model: PeftModel, folder: str | Path) -> None:
     if {n: w.shape for n, w in saved.items()} != {n: w.shape for n, w in adapters.items()}:
         raise UserError(f"lora_target_modules: not those of the adapters in {folder}; give its own")
     for name, values in adapters.items():
-        values.copy_(saved[name])
+        fill(values, saved[name])
 
 
 def check_settings(folder: Path, settings: ModelSettings) -> None:

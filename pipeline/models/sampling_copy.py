@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.nn.functional import linear
 
+from pipeline.distributed.sharding import whole
 from pipeline.models import lora
 from pipeline.models.layers import bf16_units, use_fp32_logits
 
@@ -28,12 +29,14 @@ Forward = Callable[[torch.Tensor], torch.Tensor]
 def trained_weights(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the name and the tensor of each trained weight; tensors are not copied.
 
+    All ranks must take the weights of a sharded model together; each is gathered on its own.
+
     Without LoRA, every parameter is a trained weight; tied parameters appear once. With LoRA, the
     trained weights are the adapters, with the names in `adapter_model.safetensors`.
     """
     adapted = has_adapters(model)
     for name, tensor in lora.adapters_of(model).items() if adapted else model.named_parameters():
-        yield name, tensor.detach()
+        yield name, whole(tensor.detach())
 
 
 class SamplingCopy:

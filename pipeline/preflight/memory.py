@@ -15,6 +15,7 @@ from pipeline.errors import UserError
 from pipeline.grpo.token_logprobs import LOGITS_PER_CHUNK
 from pipeline.models import lora
 from pipeline.models.capabilities import widest
+from pipeline.models.layers import outer_layers
 from pipeline.models.loading import dtype_of, empty_model, on_gpu, uses_bf16
 from pipeline.models.rank_memory import bytes_per_token, memory_of_rank, token_budget
 
@@ -74,7 +75,9 @@ class Memory:
         size = self.dtype.itemsize
         held = size if config.model.use_peft else 4
         trained = 4.0 * self.num_trained * grpo.use_grpo
-        shards = self.num_ranks if grpo.shard_optimizer else 1
+        ranks = self.num_ranks
+        is_whole = grpo.shard != "full"
+        cut = 1 if is_whole else ranks
         rows = min(config.rollout.max_concurrent_episodes, self.episodes(config))
         tokens = self._tokens(config)
         # Log-probabilities and, in float64, cumulative probabilities of a sampled token; in an
@@ -84,23 +87,39 @@ class Memory:
         kept = bytes_per_token(config, self.model) * tokens
         cached = _cached_per_token(self.shape) * self.shape.num_hidden_layers * size
         cache = float(cached * rows * config.rollout.max_tokens)
-        has_copy = size < held
+        has_copy = size < held or not is_whole
         if config.rollout.sampler == "vllm":  # on a GPU, its share also holds its weights
             cache = config.rollout.vllm_memory * (self.have if self.has_gpu else memory_of_rank())
             has_copy = not self.has_gpu
         terms = {
             "CUDA or Python, and libraries": CUDA if self.has_gpu else PROCESS,
-            f"weights ({'fp32' if held == 4 else 'bf16'})": held * self.num_weights,
+            f"weights ({'fp32' if held == 4 else 'bf16'})": held * self.num_weights / cut,
+            "gathered weights and gradients": 0.0 if is_whole else self._gathered(config),
             "sampling copy": size * self.num_weights * has_copy,
-            "LoRA adapters, twice": 2 * trained * config.model.use_peft,
-            "gradients": trained,
-            "moments of AdamW": 2 * trained / shards,
-            "reference policy": trained * (grpo.beta > 0),
+            "LoRA adapters, twice": (1 + 1 / cut) * trained * config.model.use_peft,
+            "gradients": trained / cut,
+            "moments of AdamW": 2 * trained / (1 if grpo.shard == "none" else ranks),
+            "reference policy": trained * (grpo.beta > 0) / cut,
             "logits": max(sampled, chunk),
             CACHE: cache,
             ACTIVATIONS: kept * (WIDER if size < 4 else 1),
         }
         return {name: float(value) for name, value in terms.items() if value}
+
+    def _gathered(self, config: Config) -> float:
+        """Return the bytes that a rank gathers of a sharded model at once.
+
+        These are what stands outside the layers and two layers, of which one comes early, with the
+        gradients of a layer; or all layers, if they stay until the backward pass.
+        """
+        layers = outer_layers(self.model)
+        most = max(sum(p.numel() for p in layer.parameters()) for layer in layers)
+        inside = sum(p.numel() for layer in layers for p in layer.parameters())
+        outside = self.num_weights - inside
+        is_peft = config.model.use_peft
+        weights = outside + (2 * most if config.grpo.reshard_after_forward else inside)
+        gradients = 0 if is_peft else outside + most
+        return float(self.dtype.itemsize * (weights + gradients))
 
     def need(self, config: Config | None = None) -> float:
         """Return the bytes that a rank needs: of cache and activations, the larger counts."""
@@ -130,7 +149,7 @@ class Memory:
             raise UserError(
                 f"memory: each rank needs {need / GIB:.1f} GiB ({terms}; of cache and activations "
                 f"the larger) and has {self.have / GIB:.1f}; lower max_tokens or "
-                "max_tokens_per_microbatch, set use_peft or shard_optimizer, or take a smaller "
+                "max_tokens_per_microbatch, set use_peft or shard full, or take a smaller "
                 "model or larger GPUs"
             )
 

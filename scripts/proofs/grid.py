@@ -13,18 +13,22 @@ import torch
 from accelerate import Accelerator
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from pipeline.config.settings import Config, LossType
+from pipeline.config.settings import Config, LossType, ModelSettings
 from pipeline.distributed.ranks import Ranks, parameter_hash
+from pipeline.distributed.sharding import fill, shard_model, whole
 from pipeline.grpo.micro_batches import (
     Item,
     MicroBatch,
     cuts,
+    empty_batch,
     make_micro_batches,
     micro_batch,
     shared_cuts,
 )
 from pipeline.grpo.token_logprobs import TokenLogprobs
 from pipeline.grpo.updater import Reference, Updater
+from pipeline.models import lora
+from pipeline.models.layers import outer_layers
 from pipeline.models.tiny import tiny_model, tiny_tokenizer
 from pipeline.rollout.trajectory import StopReason, Trajectory
 from scripts.proofs.ranks import play_ranks
@@ -62,12 +66,13 @@ def in_float64(model: Any) -> Any:
     model = model.double()
     for module in model.modules():
         if type(module).__name__.endswith("RMSNorm"):
-            module.forward = partial(_rms_norm, module.weight, module.variance_epsilon)
+            module.forward = partial(_rms_norm, module)
     return model
 
 
-def _rms_norm(weight: torch.Tensor, epsilon: float, hidden: torch.Tensor) -> torch.Tensor:
-    return weight * hidden * torch.rsqrt(hidden.pow(2).mean(-1, keepdim=True) + epsilon)
+def _rms_norm(norm: Any, hidden: torch.Tensor) -> torch.Tensor:
+    scale = torch.rsqrt(hidden.pow(2).mean(-1, keepdim=True) + norm.variance_epsilon)
+    return norm.weight * hidden * scale
 
 
 def make_trajectory(
@@ -138,6 +143,9 @@ class Cell:
     level: str = "token"
     model: str = "small"
     means: bool = False
+    shard: str = "none"
+    reshards: bool = True
+    adapters: bool = False  # of LoRA, which alone are trained
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -188,7 +196,15 @@ def cut(items: Sequence[Item], layout: str, count: int) -> list[MicroBatch]:
 def model_of(cell: Cell, seed: int = 0) -> Any:
     small = cell.model == "small"
     model = small_model(seed) if small else tiny_model(tiny_tokenizer(), seed)
-    return in_float64(model) if cell.dtype == "float64" else model
+    if cell.dtype == "float64":
+        model = in_float64(model)
+    if cell.adapters:
+        model = lora.attach(model, ModelSettings(lora_r=4), "base", seed, model.dtype)
+        generator = torch.Generator().manual_seed(seed)
+        for name, parameter in model.named_parameters():
+            if ".lora_B." in name:  # zeros, with which the other half would have no gradient
+                parameter.data.normal_(std=0.1, generator=generator)
+    return model.double() if cell.dtype == "float64" else model
 
 
 def update(cell: Cell, accelerator: Any, ranks: Ranks) -> Outcome:
@@ -206,25 +222,38 @@ def update(cell: Cell, accelerator: Any, ranks: Ranks) -> Outcome:
                 "max_grad_norm": 0.05,  # below the gradient's norm
                 "weight_decay": 0.01,
                 "balance_ranks": cell.layout == "balanced",
+                "shard": cell.shard,
             },
             "rollout": {"num_generations": GROUP},
         }
     )
     model = model_of(cell)
-    updater = _CutUpdater(accelerator, TokenLogprobs(model, 1.0), ranks, config, 0)
+    if cell.shard == "full":
+        shard_model(model, outer_layers(model), None, reshards=cell.reshards)
+    module = TokenLogprobs(model, 1.0)
+    with torch.no_grad():  # a pass that leaves no trace in the update
+        module(empty_batch(0))
+    updater = _CutUpdater(accelerator, module, ranks, config, 0)
     updater.cell = cell
-    updater.reference = Reference(TokenLogprobs(model_of(cell, seed=1), 1.0))
+    updater.reference = Reference(module)
+    other = TokenLogprobs(model_of(cell, seed=1), 1.0)
+    for name, parameter in other.named_parameters():
+        if parameter.requires_grad:
+            fill(updater.reference.parameters[name], parameter.detach())
     gradients: list[np.ndarray[Any, Any]] = []
-    updater.optimizer.register_step_pre_hook(
-        lambda *_: gradients.append(_flat(p.grad for p in model.parameters()))
-    )
+
+    def keep(*_: Any) -> None:
+        gradients.append(_flat(whole(p.grad) for p in model.parameters() if p.grad is not None))
+
+    updater.optimizer.register_step_pre_hook(keep)
     rows, advantages = batch()
     mine = share(len(rows) // GROUP, ranks.rank, ranks.num_ranks, cell.spread)
     statistics = updater.update_policy(
         [rows[i] for i in mine], [advantages[i] for i in mine], learning_rate=1e-3
     )
-    digests = ranks.all_gather_objects(parameter_hash(model.named_parameters()), "digests")
-    parameters = _flat(p.detach() for p in model.parameters())
+    named = [(name, whole(p.detach())) for name, p in model.named_parameters()]
+    digests = ranks.all_gather_objects(parameter_hash(named), "digests")
+    parameters = _flat(p for _, p in named)
     same = len(set(digests)) == 1
     return Outcome(gradient=gradients[0], parameters=parameters, statistics=statistics, same=same)
 

@@ -12,10 +12,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.nn.utils import parameters_to_vector, vector_to_parameters
+from torch.nn.utils import parameters_to_vector
 
 from pipeline.config.cli import parse
 from pipeline.data.rng import stream_key, uniforms
+from pipeline.distributed.sharding import fill, whole
 from pipeline.models.sampling_copy import trained_weights
 from pipeline.rollout.row_sampler import RowSampler
 from pipeline.rollout.sampler import make_sampler
@@ -157,18 +158,24 @@ def _run_on_this_rank(
             theirs = np.load(weights / f"parameters-{step}.npy")
             gap = np.linalg.norm(found - theirs) / np.linalg.norm(theirs)
             played.update_gap = max(played.update_gap, float(gap))
-            vector_to_parameters(torch.from_numpy(theirs), learner.model.parameters())
+            left = torch.from_numpy(theirs)
+            for parameter in learner.model.parameters():
+                fill(parameter, left[: parameter.numel()].view(parameter.shape))
+                left = left[parameter.numel() :]
             learner.sampling.sampler.load_weights(trained_weights(learner.model))
         elif run.ranks.is_main:
             np.save(run.folder / f"parameters-{step}.npy", found)
+
+    def end(run: Run) -> None:
+        played.parameters = flat(run.learner.model)
+        without_report(run)
 
     hooks: dict[str, Any] = {"on_batch": keep}
     if forced is not None:
         ForcedSampler.forced = forced
         hooks["make_sampler"] = partial(make_sampler, row_sampler=ForcedSampler)
     with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):
-        main(parse(argv), open_run=partial(open_run, **hooks), end=without_report)
-    played.parameters = flat(runs[-1].learner.model)
+        main(parse(argv), open_run=partial(open_run, **hooks), end=end)
     if forced is not None:
         misses = runs[-1].learner.sampling.sampler.misses
         played.num_forced = len(misses)
@@ -178,4 +185,4 @@ def _run_on_this_rank(
 
 def flat(model: Any) -> np.ndarray[Any, Any]:
     with torch.no_grad():
-        return parameters_to_vector(model.parameters()).numpy().copy()
+        return parameters_to_vector(whole(p) for p in model.parameters()).numpy().copy()

@@ -11,7 +11,8 @@ from accelerate import Accelerator
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from pipeline.checkpoints import checkpoint
-from pipeline.checkpoints.checkpoint import Checkpointer, TrainState, load_optimizer, save
+from pipeline.checkpoints.checkpoint import Checkpointer, TrainState, save
+from pipeline.checkpoints.moments import load_optimizer, whole_moments
 from pipeline.checkpoints.resume import origin_of_model, refuse_other_origin
 from pipeline.checkpoints.run_folder import (
     find_checkpoint,
@@ -23,7 +24,7 @@ from pipeline.checkpoints.run_folder import (
     read_state,
 )
 from pipeline.config.settings import Config, ModelSettings, RunSettings
-from pipeline.distributed.ranks import Ranks, consolidated_state_dict, parameter_hash
+from pipeline.distributed.ranks import Ranks, parameter_hash
 from pipeline.errors import UserError
 from pipeline.files.durable import write_text
 from pipeline.grpo.token_logprobs import TokenLogprobs
@@ -97,12 +98,12 @@ def test_a_checkpoint_of_another_format_is_refused_in_one_line(tmp_path):
 # On other ranks, with moments spread over them or not
 
 
-def hashes_of(shard_optimizer, *updates):
+def hashes_of(shard, *updates):
     """Of the parameters after each of these updates, one after another on this rank."""
-    return [update(folder, shard_optimizer, resume) for folder, resume in updates]
+    return [update(folder, shard, resume) for folder, resume in updates]
 
 
-def update(folder, shard_optimizer, resume):
+def update(folder, shard, resume):
     """Two updates from the start, saved, or two more from there; the hash of the parameters.
 
     A deterministic run, so that the number of ranks changes no bit.
@@ -111,7 +112,7 @@ def update(folder, shard_optimizer, resume):
     rank, num_ranks = accelerator.process_index, accelerator.num_processes
     config = Config.model_validate(
         {
-            "grpo": {"shard_optimizer": shard_optimizer, "max_tokens_per_microbatch": 100},
+            "grpo": {"shard": shard, "max_tokens_per_microbatch": 100},
             "rollout": {"num_generations": 4},
             "run": {"deterministic": True},
         }
@@ -130,7 +131,7 @@ def update(folder, shard_optimizer, resume):
         rate = 1e-2 / (1 + step)
         updater.update_policy([rows[i] for i in mine], [advantages[i] for i in mine], rate)
     if not resume:
-        state = consolidated_state_dict(updater.optimizer, rank)
+        state = whole_moments(updater.optimizer, ranks.is_main)
         if ranks.is_main:
             save(
                 folder / "checkpoints",
@@ -144,8 +145,8 @@ def update(folder, shard_optimizer, resume):
     return parameter_hash(model.named_parameters())
 
 
-def hashes_after(num_ranks, shard_optimizer, *updates) -> list[str]:
-    first, *others = play_ranks(hashes_of, num_ranks, shard_optimizer, *updates)
+def hashes_after(num_ranks, shard, *updates) -> list[str]:
+    first, *others = play_ranks(hashes_of, num_ranks, shard, *updates)
     assert isinstance(first, list) and others == [first] * (num_ranks - 1), (first, others)
     assert all(len(found) == 64 for found in first)
     return first
@@ -153,10 +154,12 @@ def hashes_after(num_ranks, shard_optimizer, *updates) -> list[str]:
 
 def test_sharded_or_not_on_any_ranks_training_goes_on_bit_by_bit(tmp_path):
     sharded, whole = tmp_path / "sharded", tmp_path / "whole"
-    (halfway,) = hashes_after(2, True, (sharded, False))
-    begun, end, *ends = hashes_after(1, False, (whole, False), (whole, True), (sharded, True))
+    (halfway,) = hashes_after(2, "optimizer", (sharded, False))
+    begun, end, *ends = hashes_after(1, "none", (whole, False), (whole, True), (sharded, True))
     assert begun == halfway != end
-    ends += hashes_after(2, True, (whole, True)) + hashes_after(3, True, (sharded, True))
+    ends += hashes_after(2, "optimizer", (whole, True)) + hashes_after(
+        3, "optimizer", (sharded, True)
+    )
     assert ends == [end] * 3
 
 

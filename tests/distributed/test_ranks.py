@@ -8,7 +8,8 @@ import pytest
 import torch
 from accelerate import Accelerator, InitProcessGroupKwargs
 
-from pipeline.distributed.ranks import Ranks, parameter_hash, sharded_adamw
+from pipeline.distributed.ranks import Ranks, parameter_hash
+from pipeline.distributed.sharding import ShardedAdamW
 from scripts.proofs.grid import small_model
 from scripts.proofs.ranks import play_ranks
 
@@ -161,14 +162,14 @@ def test_the_hash_sees_one_bit_one_name_and_any_type():
 def moments_of_this_rank() -> int:
     Accelerator()
     model = small_model()
-    optimizer = sharded_adamw(model.parameters())
+    optimizer = ShardedAdamW([{"params": [*model.parameters()]}])
     model(torch.arange(8)[None], labels=torch.arange(8)[None]).loss.backward()
     optimizer.step()
-    return sum(state["exp_avg"].numel() for state in optimizer.optim.state.values())
+    return sum(state["exp_avg"].numel() for state in optimizer.state.values())
 
 
 def test_each_rank_holds_its_share_of_the_moments():
     total = sum(p.numel() for p in small_model().parameters())
     moments = play_ranks(moments_of_this_rank, 3)
     assert sum(moments) == total
-    assert moments == pytest.approx([total / 3] * 3, rel=0.1)
+    assert max(moments) <= 1.1 * total / 3

@@ -165,7 +165,8 @@ def copied(folder, name, *checkpoints):
 def begin(where):
     """An undisturbed run of adapters, each stage with a reference of its own."""
     torch.manual_seed(Accelerator().process_index)  # adapters must not come from a rank's own
-    flags = ["--use-peft", "--reference-per-stage", "--warm-start-steps", "2", "--shard-optimizer"]
+    flags = ["--use-peft", "--reference-per-stage", "--warm-start-steps", "2"]
+    flags += ["--shard", "optimizer"]
     return {"undisturbed": play_run(where / "adapters", *SMALL, *flags)}
 
 
@@ -174,7 +175,7 @@ def resume(where):
     torch.manual_seed(5)
     kept = ("warm-start", "stage-1-airline", "step-000003")
     there = copied(where / "adapters", "resumed", *kept)
-    found = {there.name: play_run(there, *RESUME, "step-000003", "--no-shard-optimizer")}
+    found = {there.name: play_run(there, *RESUME, "step-000003", "--shard", "none")}
     if Accelerator().is_main_process:
         (where / "adapters").rename(where / "elsewhere")
     Accelerator().wait_for_everyone()

@@ -12,7 +12,9 @@ from tests.support.tau2_miniature import write
     [
         pytest.param("qwen3_0.6b_1gpu", marks=pytest.mark.proof),
         pytest.param("qwen3_4b_8gpu", marks=pytest.mark.proof),
-        "qwen3_8b_lora_8gpu",
+        pytest.param("qwen3_8b_lora_8gpu", marks=pytest.mark.proof),
+        "qwen3_8b_full_8gpu",
+        pytest.param("qwen3_32b_lora_8gpu", marks=pytest.mark.proof),
     ],
 )
 def test_two_steps_of_a_recipe(recipe, tmp_path):

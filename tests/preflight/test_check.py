@@ -25,6 +25,7 @@ QWEN = "qwen3_4b_8gpu"
 # by test_installed.py, `pretrained` is played by test_models_of_others.py.
 OF_OTHER_TESTS = {"three_domain_tiny", "evaluate_only", QWEN, "mixed", "pretrained"}
 OF_OTHER_TESTS |= {"qwen3_0.6b_1gpu", "qwen3_8b_lora_8gpu", "qwen3_4b_vllm_8gpu"}
+OF_OTHER_TESTS |= {"qwen3_8b_full_8gpu", "qwen3_32b_lora_8gpu"}
 OF_OTHER_TESTS |= {"tau2_telecom_tiny", "tau2_three_smoke", "qwen3_4b_tau2_8gpu"}
 
 
@@ -125,6 +126,8 @@ def test_an_unknown_hub_model_is_refused():
     [
         ("qwen3_4b_tau2_8gpu", 46.6),
         ("qwen3_8b_lora_8gpu", 62.9),
+        ("qwen3_8b_full_8gpu", 65.7),
+        ("qwen3_32b_lora_8gpu", 108.4),
         ("qwen3_0.6b_1gpu", 19.5),
         ("qwen3_4b_vllm_8gpu", 43.3),
     ],
@@ -211,7 +214,7 @@ def test_adapters_alone_need_gradients_moments_and_a_reference():
 def test_full_training_in_bf16_has_a_copy_and_a_sharded_optimizer_leaves_each_rank_its_share():
     recipe = load_recipe(QWEN).changed("model", use_peft=False)
     whole = Memory(recipe).terms()
-    shared = Memory(recipe.changed("grpo", shard_optimizer=True)).terms()
+    shared = Memory(recipe.changed("grpo", shard="optimizer")).terms()
     assert whole["moments of AdamW"] == 8 * 4_022_468_096
     assert whole["sampling copy"] == 2 * 4_022_468_096
     assert shared == {**whole, "moments of AdamW": 4_022_468_096}  # on 8 ranks

@@ -1,0 +1,111 @@
+"""Weights and moments that are spread over the ranks, in a checkpoint.
+
+torch.distributed.checkpoint writes a sharded model and its moments as safetensors, each rank its
+own parts. The parts of a weight are then joined, so that `from_pretrained` reads the checkpoint.
+Moments that rank 0 has whole are one file. Any number of ranks, sharded or not, reads both forms.
+"""
+
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pipeline.distributed.sharding import ShardedAdamW, placed, read_parts, whole, write_parts
+from pipeline.models import lora
+from pipeline.models.sampling_copy import has_adapters
+
+WHOLE = "optimizer.pt"
+PARTS = "moments"  # folder with a file of each rank
+MOMENTS = ("exp_avg", "exp_avg_sq")
+FILE_BYTES = 5 << 30  # about the size of a file of weights
+
+
+def write_sharded(
+    folder: Path, model: Any, optimizer: torch.optim.Optimizer | None, is_main: bool
+) -> None:
+    """Write a sharded model, with its moments; all ranks must call this function.
+
+    Weights are never whole on a rank. With LoRA, only the adapters are written, by the main rank.
+    """
+    if has_adapters(model):
+        adapters = {name: whole(tensor) for name, tensor in lora.adapters_of(model).items()}
+        if is_main:
+            lora.write(model, adapters, folder)
+    else:
+        _write_weights(folder, model)
+        if is_main:
+            shutil.rmtree(folder / "sharded")  # the parts, which were joined
+            model.config.save_pretrained(folder)
+            model.generation_config.save_pretrained(folder)
+    if optimizer is not None and optimizer.state:
+        _write_moments(folder / PARTS, optimizer)
+
+
+def _write_weights(folder: Path, model: Any) -> None:
+    files = dict[str, int]()
+    size = 0
+    for name, weight in model.named_parameters():
+        size += weight.numel() * weight.itemsize
+        files[name] = 1 + size // FILE_BYTES
+    weights = {name: weight.detach() for name, weight in model.named_parameters()}
+    write_parts(folder, weights, files)
+
+
+def _write_moments(folder: Path, optimizer: torch.optim.Optimizer) -> None:
+    moments = dict[str, torch.Tensor]()
+    for number, parameter in enumerate(_parameters(optimizer)):
+        state = optimizer.state[parameter]
+        moments |= {f"{number}.{name}": state[name] for name in MOMENTS}
+        moments["step"] = state["step"].reshape(1)
+    write_parts(folder, moments)
+
+
+def whole_moments(optimizer: torch.optim.Optimizer, is_main: bool) -> dict[str, Any] | None:
+    """Return the optimizer's state on the main rank, else None; all ranks must call this."""
+    if isinstance(optimizer, ShardedAdamW):
+        return optimizer.whole_state_dict(is_main)
+    return optimizer.state_dict() if is_main else None
+
+
+def load_optimizer(path: Path, optimizer: torch.optim.Optimizer) -> None:
+    """Restore the state of the optimizer from the checkpoint `path`, if the checkpoint has one."""
+    cut = optimizer if isinstance(optimizer, ShardedAdamW) else None
+    parameters = _parameters(optimizer) if cut is None else cut.whole_parameters
+    if (path / PARTS).is_dir():
+        saved = _read_parts(path / PARTS, parameters)
+    elif (path / WHOLE).is_file():
+        saved = torch.load(path / WHOLE, map_location="cpu", weights_only=True)["state"]
+    else:
+        return
+    for number, state in saved.items():
+        for name in MOMENTS:
+            state[name] = placed(state[name], parameters[number])
+            if cut is not None:
+                state[name] = cut.part(state[name])
+    optimizer.load_state_dict({**optimizer.state_dict(), "state": saved})
+
+
+def _read_parts(
+    folder: Path, parameters: Sequence[torch.Tensor]
+) -> dict[int, dict[str, torch.Tensor]]:
+    """Return the moments of each parameter, sharded as the parameter is."""
+    found = {
+        f"{number}.{name}": torch.zeros_like(parameter)
+        for number, parameter in enumerate(parameters)
+        for name in MOMENTS
+    }
+    found["step"] = torch.zeros(1)
+    read_parts(folder, found)
+    return {
+        number: {
+            "step": found["step"][0].clone(),
+            **{name: found[f"{number}.{name}"] for name in MOMENTS},
+        }
+        for number in range(len(parameters))
+    }
+
+
+def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]

@@ -1,0 +1,235 @@
+"""Parameters, gradients and moments spread over the ranks.
+
+`shard_model` uses torch's `fully_shard` (FSDP2; ZeRO stage 3, Rajbhandari et al. 2020, arXiv
+1910.02054, section 5.3): a rank keeps a part of each parameter, and gathers the parameters of one
+layer when it computes the layer. Each pass through the model is a collective, so all ranks need the
+same number of passes. `ShardedAdamW` spreads the moments alone (ZeRO stage 1, section 5.1).
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+Result = TypeVar("Result")
+ROW = 64
+ROOT = "_sharding_root"  # attribute of a sharded model
+
+
+class _Root(nn.Module):
+    """Gathers the parameters outside the layers (embedding, last norm, output layer) for a call."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, compute: Callable[[], Result]) -> Result:
+        return compute()
+
+
+def shard_model(
+    model: nn.Module, layers: Sequence[nn.Module], compute: torch.dtype | None, *, reshards: bool
+) -> None:
+    """Shard a model's parameters over the ranks in place; all ranks must call this function.
+
+    The parameters become DTensors in float32 (frozen ones keep their types). Layers compute with
+    `compute`, or with the parameters' own types. Gradients are summed over the ranks, in float32 or
+    more. If `reshards`, a layer's parameters are freed between its forward and its backward pass.
+    """
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+    kind = next(model.parameters()).device.type
+    mesh = init_device_mesh(kind, (dist.get_world_size(),))
+    reduced = None if compute is None else torch.float32
+    policy = MixedPrecisionPolicy(compute, reduced, cast_forward_inputs=False)
+    for layer in layers:
+        fully_shard(layer, mesh=mesh, reshard_after_forward=reshards, mp_policy=policy)
+    root: Any = fully_shard(_Root(model), mesh=mesh, mp_policy=policy)
+    for module in root.modules():
+        if isinstance(module, FSDPModule):
+            # A sum, not a mean. These two settings are of each module alone.
+            module.set_force_sum_reduction_for_comms(True)
+            module.set_gradient_divide_factor(1.0)
+    vars(model)[ROOT] = root  # not a submodule of the model
+
+
+def is_sharded(model: Any) -> bool:
+    return ROOT in vars(model)
+
+
+def computed(model: Any, compute: Callable[[], Result]) -> Result:
+    """Return `compute()`, which calls layers of a model that may be sharded."""
+    root: Any = vars(model).get(ROOT)
+    if root is None:
+        return compute()
+    result: Result = root(compute)
+    if not torch.is_grad_enabled():  # else the backward pass frees what was gathered
+        free_gathered(model)
+    return result
+
+
+def free_gathered(model: Any) -> None:
+    """Free gathered parameters; the next pass gathers them anew."""
+    from torch.distributed.fsdp import FSDPModule
+
+    for module in vars(model)[ROOT].modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor, gathered from all ranks if it is sharded; all ranks must then call this."""
+    gather = getattr(tensor, "full_tensor", None)
+    return tensor if gather is None else gather()
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """Return this rank's part of a tensor, which shares its memory; of a plain tensor, itself."""
+    part = getattr(tensor, "to_local", None)
+    return tensor if part is None else part()
+
+
+def placed(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """Return a whole tensor, which every rank has, sharded as `like` is."""
+    if not hasattr(like, "full_tensor") or hasattr(value, "full_tensor"):
+        return value
+    from torch.distributed.tensor import DTensor, distribute_tensor
+
+    assert isinstance(like, DTensor)
+    here = value.to(local(like))
+    return distribute_tensor(here, like.device_mesh, like.placements, src_data_rank=None)
+
+
+@torch.no_grad()
+def fill(parameter: torch.Tensor, value: torch.Tensor) -> None:
+    """Copy a whole tensor, which every rank has, into a parameter that may be sharded."""
+    local(parameter).copy_(local(placed(value, parameter)))
+
+
+def write_parts(
+    folder: Path, tensors: dict[str, torch.Tensor], files: dict[str, int] | None = None
+) -> None:
+    """Write tensors as safetensors, each rank its own parts; all ranks must call this function.
+
+    With `files`, the number of the file of each tensor from 1 on, the parts are in the subfolder
+    `sharded`, and the main rank joins them, tensor by tensor.
+    """
+    import torch.distributed.checkpoint as dcp
+
+    writer = dcp.HuggingFaceStorageWriter(
+        str(folder), files, save_distributed=True, enable_consolidation=files is not None
+    )
+    dcp.save(tensors, storage_writer=writer)
+
+
+def read_parts(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
+    """Read into the tensors what `write_parts` has written on any number of ranks."""
+    import torch.distributed.checkpoint as dcp
+
+    # Each rank reads what it needs, without the others.
+    dcp.load(tensors, storage_reader=dcp.HuggingFaceStorageReader(str(folder)), no_dist=True)
+
+
+@contextmanager
+def exchanged(model: Any, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> Iterator[None]:
+    """Let a sharded model compute with the second tensor of each pair in place of the first."""
+    pairs = list(pairs)
+    _exchange(model, pairs)
+    try:
+        yield
+    finally:
+        _exchange(model, pairs)
+
+
+@torch.no_grad()
+def _exchange(model: Any, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    free_gathered(model)
+    for first, second in pairs:
+        kept = local(first).clone()
+        local(first).copy_(local(second))
+        local(second).copy_(kept)
+
+
+class ShardedAdamW(torch.optim.AdamW):
+    """AdamW with moments sharded over the ranks; each bit of a step is that of AdamW.
+
+    A rank updates a part of each parameter, and then gets the parts of the other ranks.
+    """
+
+    def __init__(self, groups: Iterable[dict[str, Any]], **settings: Any) -> None:
+        rank = dist.get_rank()
+        self._whole: list[list[torch.Tensor]] = []
+        parts = []
+        for group in groups:
+            self._whole.append([*group["params"]])
+            cut = [nn.Parameter(_part(p.data, rank)) for p in group["params"]]
+            parts.append({**group, "params": cut})
+        super().__init__(parts, **settings)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        rank = dist.get_rank()
+        for group, parameters in zip(self.param_groups, self._whole, strict=True):
+            for part, parameter in zip(group["params"], parameters, strict=True):
+                part.grad = None if parameter.grad is None else _part(parameter.grad, rank)
+        super().step(closure)
+        for group, parameters in zip(self.param_groups, self._whole, strict=True):
+            for part, parameter in zip(group["params"], parameters, strict=True):
+                parameter.view(-1).copy_(_gathered(part.data, parameter))
+
+    @property
+    def whole_parameters(self) -> list[torch.Tensor]:
+        return [parameter for parameters in self._whole for parameter in parameters]
+
+    def part(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return this rank's part of a tensor of a parameter's shape."""
+        return _part(tensor, dist.get_rank())
+
+    def whole_state_dict(self, is_main: bool) -> dict[str, Any] | None:
+        """Return the state of an AdamW on the main rank, else None; all ranks must call this."""
+        found = super().state_dict()
+        states = dict[int, dict[str, torch.Tensor]]()
+        for number, parameter in enumerate(self.whole_parameters):
+            own = found["state"].get(number)
+            if own is None:  # no step has been done
+                continue
+            moments = {
+                n: _gathered(own[n], parameter).view_as(parameter) for n in own if n != "step"
+            }
+            if is_main:
+                states[number] = {"step": own["step"], **moments}
+        return {**found, "state": states} if is_main else None
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        for parameter in self.whole_parameters:
+            if set_to_none:
+                parameter.grad = None
+            elif parameter.grad is not None:
+                parameter.grad.zero_()
+
+
+def _size(parameter: torch.Tensor) -> int:
+    """Return the most elements of a parameter that a rank updates, a multiple of ROW.
+
+    The fused kernel rounds otherwise where a row of its vector registers is not full.
+    """
+    return -(-parameter.numel() // (ROW * dist.get_world_size())) * ROW
+
+
+def _part(tensor: torch.Tensor, rank: int) -> torch.Tensor:
+    return tensor.view(-1)[rank * _size(tensor) : (rank + 1) * _size(tensor)]
+
+
+def _gathered(part: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """Return the parts of all ranks in one row, as long as `like` has elements."""
+    size = _size(like)
+    padded = part.new_zeros(size)
+    padded[: len(part)] = part
+    row = part.new_empty(size * dist.get_world_size())
+    dist.all_gather([*row.split(size)], padded)
+    return row[: like.numel()]

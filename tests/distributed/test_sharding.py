@@ -1,0 +1,142 @@
+"""Weights, gradients and moments that are spread over real ranks change no result."""
+
+import numpy as np
+import pytest
+import torch
+from accelerate import Accelerator
+from transformers import AutoModelForCausalLM
+
+from pipeline.checkpoints.checkpoint import Checkpointer, TrainState
+from pipeline.checkpoints.moments import load_optimizer
+from pipeline.checkpoints.run_folder import find_checkpoint, problem, read_state
+from pipeline.config.settings import Config, ModelSettings, RunSettings
+from pipeline.distributed.ranks import Ranks
+from pipeline.distributed.sharding import shard_model, whole
+from pipeline.grpo.token_logprobs import TokenLogprobs
+from pipeline.grpo.updater import Updater
+from pipeline.models import lora
+from pipeline.models.layers import outer_layers
+from scripts.proofs.grid import (
+    LOSS_TYPES,
+    Cell,
+    difference,
+    in_float64,
+    make_episodes,
+    play_updates,
+    small_model,
+)
+from scripts.proofs.ranks import play_ranks
+from scripts.proofs.runs import play_run
+from tests.support.coin import COIN, warm_started
+from tests.support.helpers import tokenizer
+
+FEW = [
+    Cell(num_ranks=2, shard="full", layout="shared", count=4),
+    Cell(num_ranks=2, shard="full", layout="balanced", count=4, reshards=False),
+    Cell(num_ranks=2, shard="full", count=4, adapters=True),
+    Cell(num_ranks=2, shard="optimizer", layout="shared", count=4, spread="idle"),
+    Cell(num_ranks=3, shard="full", count=3, spread="idle"),
+]
+ALL = [
+    Cell(num_ranks=n, shard=shard, layout=layout, count=4, loss_type=kind, adapters=adapters)
+    for n in (2, 3, 4)
+    for shard in ("optimizer", "full")
+    for layout in ("padded", "shared")
+    for kind in LOSS_TYPES
+    for adapters in (False, True)
+]
+
+
+@pytest.mark.parametrize("cells", [FEW, pytest.param(ALL, marks=pytest.mark.proof)], ids=len)
+def test_gradient_and_step_are_those_of_one_process_with_whole_weights(cells):
+    alone = {
+        (c.loss_type, c.adapters): Cell(loss_type=c.loss_type, adapters=c.adapters) for c in cells
+    }
+    found = play_updates([*alone.values(), *cells])
+    for cell in cells:
+        expected = found[alone[cell.loss_type, cell.adapters]]
+        assert difference(found[cell].gradient, expected.gradient) < 1e-12, cell
+        assert difference(found[cell].parameters, expected.parameters) < 1e-12, cell
+        assert found[cell].statistics["train/kl"] == pytest.approx(expected.statistics["train/kl"])
+        assert found[cell].same
+
+
+def go_on(folder, shard, adapters, num_updates=2):
+    """Updates from the last checkpoint, or from the start, and a checkpoint; in float64."""
+    accelerator = Accelerator()
+    ranks = Ranks(accelerator.process_index, accelerator.num_processes, 60)
+    path, _ = find_checkpoint(folder, "auto")
+    model = small_model(dtype=torch.float64)
+    if path is not None and not adapters:
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64)
+    model = in_float64(model)
+    if adapters:
+        model = lora.attach(model, ModelSettings(lora_r=4), "base", 0, torch.float64).double()
+    if adapters and path is not None:
+        lora.load(model, path)
+    if shard == "full":
+        shard_model(model, outer_layers(model), None, reshards=True)
+    config = Config(grpo={"shard": shard})
+    updater = Updater(accelerator, TokenLogprobs(model, 1.0), ranks, config, 0)
+    state = TrainState()
+    if path is not None:
+        state.load_state_dict(read_state(path))
+        load_optimizer(path, updater.optimizer)
+    rows, advantages = make_episodes(12)
+    mine = range(ranks.rank, 12, ranks.num_ranks)
+    for _ in range(num_updates):
+        state.step += 1
+        rate = 1e-2 / state.step
+        updater.update_policy([rows[i] for i in mine], [advantages[i] for i in mine], rate)
+    checkpointer = Checkpointer(folder, ranks, RunSettings(save_total_limit=9), state, tokenizer())
+    checkpointer.save(f"step-{state.step:06d}", model, updater.optimizer)
+    weights = [(name, whole(p.detach())) for name, p in model.named_parameters()]
+    return {name: weight.numpy().copy() for name, weight in weights}
+
+
+@pytest.mark.parametrize("adapters", [False, True], ids=["whole", "LoRA"])
+def test_a_checkpoint_goes_on_on_any_ranks_sharded_or_not(tmp_path, adapters):
+    """Its moments are parts of each rank, or whole; its weights are plain files."""
+    ends = []
+    for name, parts in {
+        "alone": [(1, "none", 8)],
+        "mixed": [(2, "full", 2), (1, "none", 2), (3, "full", 2), (2, "optimizer", 2)],
+    }.items():
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / ".lock").touch()
+        for num_ranks, shard, num_updates in parts:
+            found = play_ranks(go_on, num_ranks, folder, shard, adapters, num_updates)
+            assert all(isinstance(end, dict) for end in found), found
+        ends.append(found[0])
+    alone, end = ends
+    assert end.keys() == alone.keys()
+    for name, weight in end.items():
+        assert np.abs(weight - alone[name]).max() < 1e-9, name
+    checkpoint = tmp_path / "mixed" / "checkpoints" / "step-000002"
+    own = "adapter_model" if adapters else "model-00001-of-00001"
+    assert {
+        path.relative_to(checkpoint).as_posix() for path in checkpoint.rglob("*.safetensors")
+    } == {
+        f"{own}.safetensors",
+        "moments/shard-00001-model-00001-of-00001.safetensors",
+        "moments/shard-00002-model-00001-of-00001.safetensors",
+    }
+    assert problem(checkpoint) is None
+
+
+@pytest.mark.parametrize("steps", [2, pytest.param(12, marks=pytest.mark.proof)])
+def test_a_sharded_run_draws_what_a_run_on_one_rank_draws(tmp_path, steps):
+    """Its tokens are forced, and each step starts from its weights, so rounding does not add up."""
+    flags = [*COIN, "--num-generations", "16", "--tasks-per-step", "8", "--save-steps", "0"]
+    flags += ["--max-tokens-per-turn", "8", "--max-steps", str(steps)]
+    flags += warm_started(tmp_path)
+    alone = play_run(1, flags, tmp_path / "alone")
+    forced = alone.forced_streams(seed=1)
+    again = play_run(
+        2, [*flags, "--shard", "full"], tmp_path / "again", forced, weights=tmp_path / "alone"
+    )
+    assert again.num_forced == sum(map(len, forced.values())) > 250 * steps
+    assert alone.largest_gap(again) <= 1e-5
+    assert again.update_gap <= 1e-6
+    assert all(distance <= 1e-5 for distance in again.ties), again.ties
