@@ -6,7 +6,7 @@ Moments that rank 0 has whole are one file. Any number of ranks, sharded or not,
 """
 
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,9 @@ from pipeline.models.sampling_copy import has_adapters
 WHOLE = "optimizer.pt"
 PARTS = "moments"  # folder with a file of each rank
 MOMENTS = ("exp_avg", "exp_avg_sq")
-FILE_BYTES = 5 << 30  # about the size of a file of weights
+NUM_FILES = 16  # about the number of files of a model's weights, if each then has
+LEAST_BYTES = 64 << 20
+MOST_BYTES = 5 << 30
 
 
 def write_sharded(
@@ -44,13 +46,8 @@ def write_sharded(
 
 
 def _write_weights(folder: Path, model: Any) -> None:
-    files = dict[str, int]()
-    size = 0
-    for name, weight in model.named_parameters():
-        size += weight.numel() * weight.itemsize
-        files[name] = 1 + size // FILE_BYTES
     weights = {name: weight.detach() for name, weight in model.named_parameters()}
-    write_parts(folder, weights, files)
+    write_parts(folder, weights, _files_of(weights), joins=True)
 
 
 def _write_moments(folder: Path, optimizer: torch.optim.Optimizer) -> None:
@@ -59,7 +56,23 @@ def _write_moments(folder: Path, optimizer: torch.optim.Optimizer) -> None:
         state = optimizer.state[parameter]
         moments |= {f"{number}.{name}": state[name] for name in MOMENTS}
         moments["step"] = state["step"].reshape(1)
-    write_parts(folder, moments)
+    write_parts(folder, moments, _files_of(moments), joins=False)
+
+
+def _files_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
+    """Return the number of each tensor's file, from 1 on. A rank holds its part of a file twice."""
+    sizes = {name: tensor.numel() * tensor.itemsize for name, tensor in tensors.items()}
+    most = min(max(sum(sizes.values()) // NUM_FILES, LEAST_BYTES), MOST_BYTES)
+    files = dict[str, int]()
+    number = 1
+    held = 0
+    for name, size in sizes.items():
+        if held and held + size > most:
+            number += 1
+            held = 0
+        files[name] = number
+        held += size
+    return files
 
 
 def whole_moments(optimizer: torch.optim.Optimizer, is_main: bool) -> dict[str, Any] | None:

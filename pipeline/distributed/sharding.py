@@ -112,17 +112,18 @@ def fill(parameter: torch.Tensor, value: torch.Tensor) -> None:
 
 
 def write_parts(
-    folder: Path, tensors: dict[str, torch.Tensor], files: dict[str, int] | None = None
+    folder: Path, tensors: dict[str, torch.Tensor], files: dict[str, int], *, joins: bool
 ) -> None:
     """Write tensors as safetensors, each rank its own parts; all ranks must call this function.
 
-    With `files`, the number of the file of each tensor from 1 on, the parts are in the subfolder
+    `files` has the number of each tensor's file. If `joins`, the parts are in the subfolder
     `sharded`, and the main rank joins them, tensor by tensor.
     """
     import torch.distributed.checkpoint as dcp
 
+    path = str(folder)
     writer = dcp.HuggingFaceStorageWriter(
-        str(folder), files, save_distributed=True, enable_consolidation=files is not None
+        path, files, save_distributed=True, enable_consolidation=joins
     )
     dcp.save(tensors, storage_writer=writer)
 

@@ -204,7 +204,7 @@ class Updater:
                 items = rearranged(items, make_plan([row[2:] for row in everyone]), self.ranks)
             done = self._accumulate(items, num_tokens)
             self._all_reduce_gradients()
-            if self.ranks.num_ranks > 1:
+            if self.ranks.num_ranks > 1 and not self.is_sharded:
                 self.ranks.bytes["gradients"] += sum(p.nbytes for p in self.parameters)
         if is_last:
             self._trainer_logprobs.clear()
