@@ -90,7 +90,7 @@ def tiny_tokenizer(domains: Iterable[Domain] = ()) -> PreTrainedTokenizerFast:
 
 
 def tiny_model(tokenizer: Any, seed: int, attention: str = "sdpa") -> Qwen3ForCausalLM:
-    """Return a Qwen3 of 0.55 M parameters, whose random initial weights depend only on `seed`."""
+    """Return a Qwen3 of 0.56 M parameters, whose random initial weights depend only on `seed`."""
     config = Qwen3Config(
         vocab_size=len(tokenizer),
         hidden_size=128,

@@ -28,7 +28,7 @@ from pipeline.grpo.micro_batches import (
 from pipeline.grpo.token_logprobs import TokenLogprobs
 from pipeline.grpo.updater import Reference, Updater
 from pipeline.models import lora
-from pipeline.models.layers import outer_layers
+from pipeline.models.layers import outer_layers, recompute_layers
 from pipeline.models.tiny import tiny_model, tiny_tokenizer
 from pipeline.rollout.trajectory import StopReason, Trajectory
 from scripts.proofs.ranks import play_ranks
@@ -146,6 +146,7 @@ class Cell:
     shard: str = "none"
     reshards: bool = True
     adapters: bool = False  # of LoRA, which alone are trained
+    recomputes: bool = False  # layers in the backward pass
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -230,6 +231,8 @@ def update(cell: Cell, accelerator: Any, ranks: Ranks) -> Outcome:
     model = model_of(cell)
     if cell.shard == "full":
         shard_model(model, outer_layers(model), None, reshards=cell.reshards)
+    if cell.recomputes:
+        recompute_layers(model)
     module = TokenLogprobs(model, 1.0)
     with torch.no_grad():  # a pass that leaves no trace in the update
         module(empty_batch(0))
