@@ -1,5 +1,7 @@
 """Weights, gradients and moments that are spread over real ranks change no result."""
 
+import re
+
 import numpy as np
 import pytest
 import torch
@@ -12,6 +14,7 @@ from pipeline.checkpoints.run_folder import find_checkpoint, problem, read_state
 from pipeline.config.settings import Config, ModelSettings, RunSettings
 from pipeline.distributed.ranks import Ranks
 from pipeline.distributed.sharding import shard_model, whole
+from pipeline.errors import RunError
 from pipeline.grpo.token_logprobs import TokenLogprobs
 from pipeline.grpo.updater import Updater
 from pipeline.models import lora
@@ -129,3 +132,25 @@ def test_a_sharded_run_draws_what_a_run_on_one_rank_draws(tmp_path, steps):
     assert alone.largest_gap(again) <= 1e-5
     assert again.update_gap <= 1e-6
     assert all(distance <= 1e-5 for distance in again.ties), again.ties
+
+
+def test_a_rank_that_runs_out_of_memory_ends_the_run_with_the_size_to_resume_with(monkeypatch):
+    """It cannot repeat the pass alone: the other ranks wait for it inside the pass."""
+
+    def fails(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    updater = Updater(
+        Accelerator(), TokenLogprobs(small_model(), 1.0), Ranks(0, 1, 60), Config(), 0
+    )
+    monkeypatch.setattr(updater, "is_sharded", True)
+    monkeypatch.setattr(updater, "_backward_one", fails)
+    rows, advantages = make_episodes(4)
+    line = (
+        r"^memory: a micro-batch of (\d+) tokens does not fit on rank 0; "
+        r"resume with --max-tokens-per-microbatch (\d+) --override$"
+    )
+    with pytest.raises(RunError, match=line) as ended:
+        updater.update_policy(rows, advantages, 1e-3)
+    size, half = (int(text) for text in re.match(line, str(ended.value)).groups())
+    assert half == size // 2 > 0
