@@ -290,8 +290,9 @@ def generated(
         raise UserError(f"tasks of {domain.name}: none for its loop in {module}; {hint}")
     if domain.generate_tasks is None:
         return _self_sampled(domain.name, data.task_seed, count, split)
-    arguments = (data.task_seed, count, split, difficulty or data.difficulty)
-    make = partial(domain.generate_tasks, *arguments)
+    level = difficulty or data.difficulty
+    arguments = (data.task_seed, count, split, level)
+    make = partial(domain.generate_tasks, data.task_seed, count, split, level)
     where = f"tasks of {domain.name}"
     call = f"{where}: {module}.generate_tasks{arguments}"
     with refused(f"{call} fails"):

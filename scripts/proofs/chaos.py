@@ -253,7 +253,8 @@ def has_ended(process: psutil.Process) -> bool:
 
 def damage(folder: Path, random: Random) -> set[str]:
     """Cut a checkpoint file short or flip one bit of it; return its new SHA-256 and its name."""
-    files = [path for path in sorted(folder.glob("[!.]*/*")) if path.stat().st_size]
+    found = sorted(folder.glob("[!.]*/**/*"))
+    files = [path for path in found if path.is_file() and path.stat().st_size]
     if not files:
         return set()
     path = random.choice(files)
@@ -280,12 +281,14 @@ def saved_step(run: Path) -> int:
 def digests(run: Path) -> dict[str, str]:
     """SHA-256 sums of the parameters after each stage and of the metrics."""
     stages = sorted((run / "checkpoints").glob("stage-*"))
-    paths = {f"parameters of {stage.name}": stage / "model.safetensors" for stage in stages}
-    paths["metrics.jsonl"] = run / "metrics.jsonl"
-    return {
-        name: hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else "missing"
-        for name, path in paths.items()
-    }
+    files = {f"parameters of {stage.name}": [*stage.glob("*.safetensors")] for stage in stages}
+    files["metrics.jsonl"] = [run / "metrics.jsonl"]
+    found = dict[str, str]()
+    for name, paths in files.items():
+        assert paths, f"{name}: no file"
+        whole = b"".join(path.read_bytes() for path in sorted(paths))
+        found[name] = hashlib.sha256(whole).hexdigest()
+    return found
 
 
 def figures_of(tally: Tally, num_kills: int) -> dict[str, float]:
