@@ -79,6 +79,13 @@ def left_out(config: Config) -> list[str]:
             config.grpo.shard != "full" and not config.grpo.reshard_after_forward,
             "reshard_after_forward: has no effect without shard full",
         ),
+        *(
+            (
+                not run.plan and getattr(run, name) != type(run).model_fields[name].default,
+                f"{name}: has no effect without plan",
+            )
+            for name in ("plan_tflops", "plan_bandwidth")
+        ),
         (
             data.skip_long_tasks and not (data.tasks or data.eval_tasks),
             "skip_long_tasks: has no effect without tasks or eval_tasks",
@@ -348,6 +355,20 @@ def _run(config: Config) -> Rows:
         (
             run.keep_best and not config.evaluation.validation_steps,
             "keep_best: needs validations; give validation_steps more than 0, or take it out",
+        ),
+        (
+            bool(run.plan) and not run.check,
+            f"plan: got {','.join(map(str, run.plan))} for a run; give check with it, or take it "
+            "out",
+        ),
+        (
+            bool(run.plan) and num_steps == 0,
+            "plan: got ranks for a run without steps of GRPO; set use_grpo and max_steps, or take "
+            "plan out",
+        ),
+        (
+            bool(run.plan) and run.deterministic,
+            "plan: got ranks with deterministic, whose exchanges it does not count; take one out",
         ),
         (
             run.push_to_hub and run.hub_model_id is None,

@@ -341,6 +341,11 @@ class RunSettings(Section):
     stop_on_dead_domain: bool = field(False, "end the run if a domain learns nothing for 10 steps")
     doctor: bool = field(False, "check ranks, links and machine, then exit")
     check: bool = field(False, "check recipe, tasks, template and memory, then exit")
+    plan: list[PositiveInt] = field([], "with check: numbers of ranks to plan, such as 8,16,64")
+    plan_tflops: PositiveFloat | None = field(
+        None, "TFLOP/s of a rank in the plan; null: measured, else 200"
+    )
+    plan_bandwidth: PositiveFloat = field(50.0, "GB/s between ranks in the plan")
 
 
 class TrackingSettings(Section):

@@ -78,6 +78,11 @@ def main(config: Config, *, measures: bool = False) -> int:
 
         for line in measured(memory, parts):
             print(line, flush=True)
+    if config.run.plan:
+        from pipeline.preflight.plan import plan
+
+        for line in plan(memory, parts):
+            print(line, flush=True)
     return 0
 
 

@@ -38,9 +38,8 @@ def measured(memory: Memory, parts: Prepared) -> Iterator[str]:
     if why := why_not(memory):
         yield f"not measured: {why}"
         return
-    accelerator = Accelerator(mixed_precision="bf16" if uses_bf16(config.model) else "no")
-    ranks = Ranks(0, 1, config.run.timeout)
-    learner = learner_of(config, parts, accelerator, ranks)
+    learner, ranks = alone(config, parts)
+    device = learner.accelerator.device
     first = config.data.domains[0]
     prompt = parts.prompt_ids(first, parts.longest[first][0])
     learner.check_agreement(prompt)
@@ -51,15 +50,13 @@ def measured(memory: Memory, parts: Prepared) -> Iterator[str]:
     try:
         begun = time.monotonic()
         group = play_longest(learner, prompt, longest, size)
-        yield _row("its rollout", accelerator.device, begun)
+        yield _row("its rollout", device, begun)
         if config.grpo.use_grpo:
             begun = time.monotonic()
             advantages = [1.0 if number % 2 else -1.0 for number in range(size)]
-            module = learner.module_to_train()
-            reference = Reference(module) if config.grpo.beta > 0 else None
-            updater = Updater(accelerator, module, ranks, config, 0, reference)
+            updater = updater_of(learner, ranks, config)
             updater.update_policy(group, advantages, learning_rate=0.0)
-            yield _row("its update", accelerator.device, begun)
+            yield _row("its update", device, begun)
     except (RuntimeError, MemoryError) as error:
         if "memory" not in str(error) and not isinstance(error, MemoryError):
             raise
@@ -68,6 +65,8 @@ def measured(memory: Memory, parts: Prepared) -> Iterator[str]:
             f"({reason_of(error)}); lower max_tokens or num_generations, set "
             "gradient_checkpointing or use_peft, or take a smaller model"
         ) from None
+    finally:
+        learner.close()
 
 
 def why_not(memory: Memory) -> str:
@@ -83,6 +82,19 @@ def why_not(memory: Memory) -> str:
     if base == "tiny" or os.path.isdir(base) or any(is_cached):
         return ""
     return f"the weights of {base} are not on this machine"
+
+
+def alone(config: Config, parts: Prepared) -> tuple[Learner, Ranks]:
+    """Return the learner of a run of one rank, and that rank."""
+    accelerator = Accelerator(mixed_precision="bf16" if uses_bf16(config.model) else "no")
+    ranks = Ranks(0, 1, config.run.timeout)
+    return learner_of(config, parts, accelerator, ranks), ranks
+
+
+def updater_of(learner: Learner, ranks: Ranks, config: Config) -> Updater:
+    module = learner.module_to_train()
+    reference = Reference(module) if config.grpo.beta > 0 else None
+    return Updater(learner.accelerator, module, ranks, config, 0, reference)
 
 
 def learner_of(config: Config, parts: Prepared, accelerator: Accelerator, ranks: Ranks) -> Learner:

@@ -5,6 +5,7 @@ The sum is an estimate: kernels, fragments and what the libraries allocate are a
 
 import os
 from collections.abc import Mapping
+from copy import copy
 from functools import cached_property
 from typing import Any
 
@@ -58,6 +59,13 @@ class Memory:
             return self.num_ranks <= torch.cuda.device_count()
         is_for_gpus = self.num_ranks > 1 and self.num_weights > FOR_GPUS
         return self.num_ranks <= (os.cpu_count() or 1) and not is_for_gpus
+
+    def on(self, num_ranks: int, shard: str) -> "Memory":
+        """Return the memory of a rank of a run on other ranks, with another setting `shard`."""
+        other = copy(self)
+        other.num_ranks = num_ranks
+        other.config = self.config.changed("grpo", shard=shard)
+        return other
 
     @property
     def _is_away(self) -> bool:
@@ -200,9 +208,12 @@ class Memory:
         groups = -(-limits.tasks_per_step // self.num_ranks)
         if config.grpo.dynamic_sampling:  # A rank may get the groups of others.
             groups = limits.tasks_per_step
+        return max(longest, min(self.budget(config), groups * limits.num_generations * longest))
+
+    def budget(self, config: Config) -> int:
+        """Return the most tokens of a micro-batch of several episodes."""
         memory = ELSEWHERE if self._is_away else memory_of_rank()
-        budget = token_budget(config, self.model, memory)
-        return max(longest, min(budget, groups * limits.num_generations * longest))
+        return token_budget(config, self.model, memory)
 
     def longest(self, config: Config) -> int:
         """Return the most tokens of an episode; with one message, these are prompt and turn."""
