@@ -86,7 +86,9 @@ def go_on(folder, shard, adapters, num_updates=2):
     return {name: weight.numpy().copy() for name, weight in weights}
 
 
-@pytest.mark.parametrize("adapters", [False, True], ids=["whole", "LoRA"])
+@pytest.mark.parametrize(
+    "adapters", [False, pytest.param(True, marks=pytest.mark.proof)], ids=["whole", "LoRA"]
+)
 def test_a_checkpoint_goes_on_on_any_ranks_sharded_or_not(tmp_path, adapters):
     """Its moments are parts of each rank, or whole; its weights are plain files."""
     ends = []

@@ -13,6 +13,7 @@ from pipeline.config.settings import Config
 from pipeline.distributed.ranks import Ranks
 from pipeline.evaluation.evaluate import KLProbe
 from pipeline.grpo.token_logprobs import TokenLogprobs
+from pipeline.grpo.updater import Updater
 from scripts.proofs.grid import make_trajectory, small_model
 from tests.end_to_end.test_train import jsonl, metrics, results
 from tests.support.warm import play
@@ -63,13 +64,8 @@ def test_kept_episodes_that_are_gone_or_damaged_are_a_warning(tmp_path, text, ca
 
 
 def probe(model, anchors, deterministic=False):
-    config = Config.model_validate({"run": {"deterministic": deterministic}})
-    updater = SimpleNamespace(
-        module=TokenLogprobs(model, 1.0),
-        pad_id=0,
-        max_tokens_per_microbatch=16,
-        accelerator=Accelerator(cpu=True),
-    )
+    config = Config(run={"deterministic": deterministic}, grpo={"max_tokens_per_microbatch": 16})
+    updater = Updater(Accelerator(cpu=True), TokenLogprobs(model, 1.0), ALONE, config, 0)
     kl_probe = KLProbe(Path(), config, ALONE)
     kl_probe.episodes = anchors
     return kl_probe.divergences(updater)
