@@ -94,7 +94,7 @@ def warm_start(run: Run) -> None:
         examples = sft_examples(config, parts.chat, parts.domains, ranks.alive)
         schedule = warm_start_schedule(config)
         loss = fine_tune(
-            config, run.accelerator, ranks, run.learner.model, examples, schedule, on_step
+            config, run.accelerator, ranks, run.learner.model, examples, schedule, on_step=on_step
         )
     keys = {"kind": "warm_start", "stage": "warm_start", "step": 0}
     run.log.timings({**keys, "perf/warm_start_s": time.perf_counter() - begun})
@@ -142,7 +142,13 @@ def _rft_round(run: Run, number: int) -> None:
         entry["steps"] = schedule.num_steps
         with _supervised(run, f"rft round {number}", entry["steps"]) as on_step:
             entry["loss"] = fine_tune(
-                config, run.accelerator, ranks, run.learner.model, examples, schedule, on_step
+                config,
+                run.accelerator,
+                ranks,
+                run.learner.model,
+                examples,
+                schedule,
+                on_step=on_step,
             )
     run.say(round_in_words(entry))
     run.state.rft.append(entry)

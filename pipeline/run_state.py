@@ -263,6 +263,8 @@ def open_run(
     )
     if learner.note and ranks.is_main:
         print(f"warning: {learner.note}", flush=True)
+    if config.grpo.shard != "none" and ranks.num_ranks == 1:
+        print("note: shard has no effect on one rank", flush=True)
     first = config.data.domains[0]
     learner.check_agreement(parts.prompt_ids(first, parts.longest[first][0]))
     learner.sampling.max_episodes = parts.episodes_at_once

@@ -69,6 +69,7 @@ def fine_tune(
     model: Any,
     examples: Sequence[SFTExample],
     schedule: Schedule,
+    *,
     on_step: Callable[[float], None] = lambda _: None,
 ) -> float:
     """Train `model` in place on examples in their order.

@@ -218,9 +218,14 @@ class Checkpointer:
             if self.ranks.is_main:
                 begin_writing(self.folder, name)
             self.ranks.barrier(f"checkpoint {name}")
-            with self.ranks.waiting(f"checkpoint {name}"):
-                folder = self.folder / f"{WRITING}{name}"
-                write_sharded(folder, model, optimizer, self.ranks.is_main)
+            folder = self.folder / f"{WRITING}{name}"
+            try:
+                with self.ranks.waiting(f"checkpoint {name}"):
+                    write_sharded(folder, model, optimizer, self.ranks.is_main)
+            except BaseException:
+                if self.ranks.is_main:  # a full disk has room again
+                    shutil.rmtree(folder, ignore_errors=True)
+                raise
         elif optimizer is not None:
             moments = whole_moments(optimizer, self.ranks.is_main)
         if self.ranks.is_main:

@@ -19,7 +19,7 @@ from pipeline.models.sampling_copy import has_adapters
 WHOLE = "optimizer.pt"
 PARTS = "moments"  # folder with a file of each rank
 MOMENTS = ("exp_avg", "exp_avg_sq")
-NUM_FILES = 16  # about the number of files of a model's weights, if each then has
+NUM_FILES = 16  # about the number of files, unless these are smaller or larger than:
 LEAST_BYTES = 64 << 20
 MOST_BYTES = 5 << 30
 

@@ -117,7 +117,8 @@ def write_parts(
     """Write tensors as safetensors, each rank its own parts; all ranks must call this function.
 
     `files` has the number of each tensor's file. If `joins`, the parts are in the subfolder
-    `sharded`, and the main rank joins them, tensor by tensor.
+    `sharded`, and the main rank joins them, tensor by tensor. Raises on all ranks the error of the
+    first rank that fails.
     """
     import torch.distributed.checkpoint as dcp
 
@@ -125,7 +126,11 @@ def write_parts(
     writer = dcp.HuggingFaceStorageWriter(
         path, files, save_distributed=True, enable_consolidation=joins
     )
-    dcp.save(tensors, storage_writer=writer)
+    try:
+        dcp.save(tensors, storage_writer=writer)
+    except dcp.CheckpointException as error:  # no Exception, so nothing would catch it
+        fault, _ = next(iter(error.failures.values()))
+        raise fault from None
 
 
 def read_parts(folder: Path, tensors: dict[str, torch.Tensor]) -> None:

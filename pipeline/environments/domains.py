@@ -291,10 +291,10 @@ def generated(
     if domain.generate_tasks is None:
         return _self_sampled(domain.name, data.task_seed, count, split)
     level = difficulty or data.difficulty
-    arguments = (data.task_seed, count, split, level)
+    given = (data.task_seed, count, split, level)
     make = partial(domain.generate_tasks, data.task_seed, count, split, level)
     where = f"tasks of {domain.name}"
-    call = f"{where}: {module}.generate_tasks{arguments}"
+    call = f"{where}: {module}.generate_tasks{given}"
     with refused(f"{call} fails"):
         try:
             tasks = make()

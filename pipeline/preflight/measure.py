@@ -46,7 +46,8 @@ def measured(memory: Memory, parts: Prepared) -> Iterator[str]:
     yield "sampler and trainer compute the same log-probabilities"
     size = config.rollout.num_generations
     longest = memory.longest(config)
-    yield f"\nmemory measured, in GiB, for a group of {size} episodes of {longest:,} tokens"
+    on_one = "" if config.grpo.shard == "none" else ", on one rank, which shards nothing"
+    yield f"\nmemory measured, in GiB, for a group of {size} episodes of {longest:,} tokens{on_one}"
     try:
         begun = time.monotonic()
         group = play_longest(learner, prompt, longest, size)

@@ -215,11 +215,13 @@ def _digest(task_id: str) -> str:
 def tau2_domain(
     path: str,
     domain: str,
+    *,
     reward: str = "verifiable",
     refuel_consent: bool = True,
     customer: str = "ticket",
     played_by: str = "",
     judged_by: str = "",
+    **unknown: object,
 ) -> Domain:
     """Return the domain `domain` of the checkout in `path`.
 
@@ -228,6 +230,9 @@ def tau2_domain(
     scripted; `played_by` and `judged_by` name the language models that play the customer and judge.
     Raises UserError for a faulty checkout, or if the reward `official` needs a judge.
     """
+    if unknown:
+        got = shown(next(iter(unknown)))
+        raise UserError(f"tau2: got the argument {got}; give reward, refuel_consent or customer")
     if reward not in ("verifiable", "official"):
         raise UserError(f"tau2: reward: got {shown(reward)}; give verifiable or official")
     if customer not in ("ticket", "scripted"):

@@ -1,6 +1,9 @@
 """Weights, gradients and moments that are spread over real ranks change no result."""
 
+import errno
 import re
+import resource
+import signal
 
 import numpy as np
 import pytest
@@ -156,3 +159,27 @@ def test_a_rank_that_runs_out_of_memory_ends_the_run_with_the_size_to_resume_wit
         updater.update_policy(rows, advantages, 1e-3)
     size, half = (int(text) for text in re.match(line, str(ended.value)).groups())
     assert half == size // 2 > 0
+
+
+def save_without_room(folder):
+    """What a rank raises if the disk of the main rank is full, and what the save leaves."""
+    accelerator = Accelerator()
+    ranks = Ranks(accelerator.process_index, accelerator.num_processes, 60)
+    model = small_model()
+    shard_model(model, outer_layers(model), None, reshards=True)
+    checkpointer = Checkpointer(folder, ranks, RunSettings(), TrainState(), tokenizer())
+    if ranks.is_main:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))  # the write fails with EFBIG
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        checkpointer.save("step-000001", model)
+    except OSError as error:
+        return error.errno, [path.name for path in (folder / "checkpoints").iterdir()]
+    return "written"
+
+
+def test_a_sharded_save_that_fails_on_one_rank_fails_on_all_and_leaves_nothing(tmp_path):
+    (tmp_path / ".lock").touch()
+    (main, left), (other, _) = play_ranks(save_without_room, 2, tmp_path)
+    assert main == other == errno.EFBIG
+    assert left == []

@@ -365,7 +365,7 @@ def train_on_this_rank(deterministic):
     settings = settings.changed("run", deterministic=deterministic)
     examples = sft_examples(settings, chat(), embedded(*DEFAULT_DOMAINS))
     schedule = warm_start_schedule(settings)
-    loss = fine_tune(settings, accelerator, ranks, model, examples, schedule, steps.append)
+    loss = fine_tune(settings, accelerator, ranks, model, examples, schedule, on_step=steps.append)
     ranks.check_same_parameters(model.named_parameters(), "after the warm start")
     flat = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
     assert all(parameter.grad is None for parameter in model.parameters())
@@ -418,7 +418,7 @@ def stopped(at: str):
     steps = []
     schedule = warm_start_schedule(settings)
     with pytest.raises(Interrupted):
-        fine_tune(settings, accelerator, ranks, model, examples, schedule, steps.append)
+        fine_tune(settings, accelerator, ranks, model, examples, schedule, on_step=steps.append)
     return len(seen), len(steps)
 
 
