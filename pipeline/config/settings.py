@@ -288,7 +288,7 @@ class GRPOSettings(Section):
         "none", "spread over the ranks: AdamW's moments, or also weights and gradients (FSDP2)"
     )
     reshard_after_forward: bool = field(
-        True, "with shard full: free a layer's weights until its backward pass gathers them again"
+        True, "with shard full: gather a layer's weights for each pass, not all once an update"
     )
     gradient_checkpointing: bool = field(False, "recompute activations to save memory")
     drop_zero_std_groups: bool = field(True, "leave out groups with equal rewards")

@@ -2,8 +2,9 @@
 
 `shard_model` uses torch's `fully_shard` (FSDP2; ZeRO stage 3, Rajbhandari et al. 2020, arXiv
 1910.02054, section 5.3): a rank keeps a part of each parameter, and gathers the parameters of one
-layer when it computes the layer. Each pass through the model is a collective, so all ranks need the
-same number of passes. `ShardedAdamW` spreads the moments alone (ZeRO stage 1, section 5.1).
+layer when it computes the layer. Each pass through the model is then a collective, so all ranks
+need the same number of passes. Or all parameters are gathered once for many passes (`held`), which
+then need no other rank. `ShardedAdamW` spreads the moments alone (ZeRO stage 1, section 5.1).
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -23,12 +24,48 @@ ROOT = "_sharding_root"  # attribute of a sharded model
 class _Root(nn.Module):
     """Gathers the parameters outside the layers (embedding, last norm, output layer) for a call."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, reshards: bool) -> None:
         super().__init__()
         self.model = model
+        self.reshards = reshards
+        self.collectives = _Collectives()
+        self.is_held = False
 
     def forward(self, compute: Callable[[], Result]) -> Result:
         return compute()
+
+
+class _Collectives:
+    """Counts the exchanges of a sharded model; leaves out those that a rank has done before."""
+
+    num_done = 0
+    num_left_out = 0  # of the next ones
+
+    def wants(self) -> bool:
+        """Return True if the exchange that comes now must be done."""
+        if self.num_left_out:
+            self.num_left_out -= 1
+            return False
+        self.num_done += 1
+        return True
+
+
+class _Exchange:
+    """torch's `AllGather` and `ReduceScatter` of `fully_shard`, counted."""
+
+    def __init__(self, collectives: _Collectives, exchange: Callable[..., Any]) -> None:
+        self.collectives = collectives
+        self.exchange = exchange
+
+    def allocate(self, size: Sequence[int], **options: Any) -> torch.Tensor:
+        return torch.empty(*size, **options)
+
+    def __call__(
+        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, **options: Any
+    ) -> Any:
+        if not self.collectives.wants():
+            return None
+        return self.exchange(output_tensor, input_tensor, **options)
 
 
 def shard_model(
@@ -38,10 +75,11 @@ def shard_model(
 
     The parameters become DTensors in float32 (frozen ones keep their types). Layers compute with
     `compute`, or with the parameters' own types. Gradients are summed over the ranks, in float32 or
-    more. If `reshards`, a layer's parameters are freed between its forward and its backward pass.
+    more. If `reshards`, a layer's parameters are freed after its forward and its backward pass;
+    otherwise `held` gathers all layers, and `add_up` adds up their gradients.
     """
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     kind = next(model.parameters()).device.type
     mesh = init_device_mesh(kind, (dist.get_world_size(),))
@@ -49,13 +87,23 @@ def shard_model(
     policy = MixedPrecisionPolicy(compute, reduced, cast_forward_inputs=False)
     for layer in layers:
         fully_shard(layer, mesh=mesh, reshard_after_forward=reshards, mp_policy=policy)
-    root: Any = fully_shard(_Root(model), mesh=mesh, mp_policy=policy)
-    for module in root.modules():
-        if isinstance(module, FSDPModule):
-            # A sum, not a mean. These two settings are of each module alone.
-            module.set_force_sum_reduction_for_comms(True)
-            module.set_gradient_divide_factor(1.0)
+    root: Any = fully_shard(_Root(model, reshards), mesh=mesh, mp_policy=policy)
+    # torch 2.13 renamed both.
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    for module in _sharded_modules(root):
+        # A sum, not a mean. These settings are of each module alone.
+        module.set_force_sum_reduction_for_comms(True)
+        module.set_gradient_divide_factor(1.0)
+        module.set_custom_all_gather(_Exchange(root.collectives, gather))
+        module.set_custom_reduce_scatter(_Exchange(root.collectives, scatter))
     vars(model)[ROOT] = root  # not a submodule of the model
+
+
+def _sharded_modules(root: nn.Module) -> list[Any]:
+    from torch.distributed.fsdp import FSDPModule
+
+    return [module for module in root.modules() if isinstance(module, FSDPModule)]
 
 
 def is_sharded(model: Any) -> bool:
@@ -68,18 +116,98 @@ def computed(model: Any, compute: Callable[[], Result]) -> Result:
     if root is None:
         return compute()
     result: Result = root(compute)
-    if not torch.is_grad_enabled():  # else the backward pass frees what was gathered
+    if not torch.is_grad_enabled() and not root.is_held:  # else a backward pass frees it
         free_gathered(model)
     return result
 
 
 def free_gathered(model: Any) -> None:
     """Free gathered parameters; the next pass gathers them anew."""
-    from torch.distributed.fsdp import FSDPModule
+    for module in _sharded_modules(vars(model)[ROOT]):
+        module.reshard()
 
-    for module in vars(model)[ROOT].modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
+
+def passes_together(model: Any) -> bool:
+    """Return True if a pass through the model now is a collective."""
+    root: Any = vars(model).get(ROOT)
+    return root is not None and not root.is_held
+
+
+@contextmanager
+def held(model: Any) -> Iterator[None]:
+    """Gather all parameters of a model whose layers do not reshard, and keep them in the context.
+
+    Passes in the context then use no other rank. `add_up` adds up their gradients at the end.
+    """
+    root: Any = vars(model).get(ROOT)
+    if root is None or root.reshards:
+        yield
+        return
+    _set_local(root, True)
+    for module in _sharded_modules(root):
+        module.unshard()
+    try:
+        yield
+    finally:
+        _set_local(root, False)
+        free_gathered(model)
+
+
+def add_up(model: Any, compute: Callable[[], object]) -> None:
+    """Sum the gradients of all passes of the context `held` over the ranks, at its end.
+
+    `compute` is another pass with a backward pass, of gradients that are zero. In other contexts,
+    each pass has done this.
+    """
+    root: Any = vars(model).get(ROOT)
+    if root is not None and root.is_held:
+        _set_local(root, False)
+        compute()
+
+
+def _set_local(root: Any, is_local: bool) -> None:
+    root.is_held = is_local
+    root.set_requires_gradient_sync(not is_local)
+    root.set_reshard_after_backward(not is_local)
+
+
+def num_exchanges(model: Any) -> int:
+    """Return the exchanges that a model has done in passes; 0 if it is not sharded."""
+    root: Any = vars(model).get(ROOT)
+    return 0 if root is None else int(root.collectives.num_done)
+
+
+def can_start_over(model: Any) -> bool:
+    """Return False for a sharded model before torch 2.13, which cannot leave a pass half done."""
+    root: Any = vars(model).get(ROOT)
+    return root is None or hasattr(root, "reset_iter_state")
+
+
+def leave_pass(model: Any, num_before: int, compute: Callable[[], object]) -> None:
+    """Leave a pass that an exception has ended; the gradients on all ranks are then useless.
+
+    Where other ranks wait inside the pass, go through the rest of it with `compute`, a small pass:
+    it leaves out the exchanges that the failed pass has done, those since `num_before`
+    (`num_exchanges` at the beginning of the pass). See `start_over`.
+    """
+    root: Any = vars(model).get(ROOT)
+    if root is None:
+        return
+    root.reset_iter_state()
+    if not root.is_held:
+        root.collectives.num_left_out = root.collectives.num_done - num_before
+        compute()
+
+
+def start_over(model: Any, compute: Callable[[], object]) -> None:
+    """Flush what failed passes have left in a sharded model; all ranks must call this function.
+
+    `compute` is a pass with a backward pass. The caller then zeroes the gradients.
+    """
+    root: Any = vars(model).get(ROOT)
+    if root is not None:
+        root.reset_iter_state()
+        compute()
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:

@@ -5,16 +5,30 @@ skip an optimizer step whose loss or gradient is not finite.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.func import functional_call
 
 from pipeline.config.settings import Config
 from pipeline.distributed.ranks import GradientAllReduce, Ranks, sum_gradients
-from pipeline.distributed.sharding import ShardedAdamW, exchanged, is_sharded, whole
+from pipeline.distributed.sharding import (
+    ShardedAdamW,
+    add_up,
+    can_start_over,
+    exchanged,
+    held,
+    is_sharded,
+    leave_pass,
+    num_exchanges,
+    passes_together,
+    start_over,
+    whole,
+)
 from pipeline.errors import RunError
 from pipeline.grpo.algorithm import JOINED, JOINED_RATIOS, TokenStats, grpo_loss, token_weights
 from pipeline.grpo.micro_batches import (
@@ -35,6 +49,7 @@ from pipeline.models.rank_memory import cost_of_a_pair, memory_of_rank, token_bu
 from pipeline.rollout.trajectory import Trajectory
 
 Computed = tuple[MicroBatch, TokenStats]
+Result = TypeVar("Result")
 
 
 class Reference:
@@ -49,17 +64,22 @@ class Reference:
         trained = ((n, p) for n, p in self.module.named_parameters() if p.requires_grad)
         self.parameters = {name: parameter.detach().clone() for name, parameter in trained}
 
+    def in_place(self) -> AbstractContextManager[None]:
+        """Return the context in which `logprobs` computes."""
+        if not is_sharded(self.module.model):
+            return nullcontext()
+        named = dict(self.module.named_parameters())
+        pairs = [(named[name], tensor) for name, tensor in self.parameters.items()]
+        return exchanged(self.module.model, pairs)
+
     @torch.no_grad()
     def logprobs(self, batch: MicroBatch) -> torch.Tensor:
         """Return log-probabilities of `batch.targets` under the reference policy, [N]."""
         logprobs: torch.Tensor
-        if not is_sharded(self.module.model):
-            logprobs = functional_call(self.module, self.parameters, (batch,))[0]
-            return logprobs
-        named = dict(self.module.named_parameters())
-        pairs = [(named[name], tensor) for name, tensor in self.parameters.items()]
-        with exchanged(self.module.model, pairs):
+        if is_sharded(self.module.model):
             logprobs = self.module(batch)[0]
+        else:
+            logprobs = functional_call(self.module, self.parameters, (batch,))[0]
         return logprobs
 
 
@@ -91,6 +111,7 @@ class Updater:
         self.loss = loss
         self._leaves_out = leaves_out
         self.module = accelerator.prepare_model(module, evaluation_mode=True)  # without DDP
+        self.model = module.model
         self.is_sharded = is_sharded(module.model)
         self.settings = settings = config.grpo
         self.limits = config.rollout
@@ -123,6 +144,7 @@ class Updater:
         self.num_skipped = self.num_skipped_in_a_row = 0  # numbers of skipped optimizer steps
         self.faults_folder: Path | None = None  # folder for micro-batches of skipped steps
         self._skipped_step: int | None = None
+        self._smaller_budget: int | None = None  # after memory ran out
         self._nothing = empty_batch(pad_id)
         if self.is_sharded:
             return
@@ -259,43 +281,95 @@ class Updater:
         """Sum the gradients of all items, micro-batch by micro-batch.
 
         If a micro-batch does not fit into memory, all gradients are computed again with smaller
-        micro-batches. All gradients must be zero before the call. All updates of a step give the
-        same items to the call with a `number`.
+        micro-batches; ranks of a sharded model agree on this. All gradients must be zero before the
+        call. All updates of a step give the same items to the call with a `number`.
         """
+        nothing = partial(self._backward_one, num_tokens, self._nothing, None)
         while True:
             batches = self._cut(items)
-            done = list[Computed]()
-            try:
-                if known := self._trainer_logprobs.get(number):
-                    batches = with_trainer_logprobs(batches, known)
-                for batch, counts in self.passes(batches):
-                    if self._leaves_out() and not self.is_sharded:
-                        break
-                    found = self._backward_one(batch, num_tokens)
-                    done += [found] * counts
-            except (RuntimeError, MemoryError) as error:
-                if not rank_memory.is_out_of_memory(error):
-                    raise
-                if self.is_sharded:  # the other ranks wait inside this pass
-                    raise RunError(self._too_large(batches, len(done))) from None
-                self.max_tokens_per_microbatch = smaller_budget(
-                    self.max_tokens_per_microbatch, batches, len(done), self.ranks.rank
+            if known := self._trainer_logprobs.get(number):
+                batches = with_trainer_logprobs(batches, known)
+            self._smaller_budget = None
+            of_reference = self._reference_logprobs(batches)
+            with held(self.model):
+                done = self._pass_through(
+                    batches, partial(self._backward_one, num_tokens), of_reference
                 )
-            else:
-                self.num_tokens += sum(batch.num_tokens for batch in batches)
-                self.num_padded_tokens += sum(batch.input_ids.numel() for batch in batches)
-                self._trainer_logprobs[number] = [
-                    batch.trainer_logprobs[batch.order]
-                    for batch, _ in done
-                    if batch.trainer_logprobs is not None
-                ]
-                return done
-            # Inside `except`, less memory could be freed: the exception keeps activations alive.
+                budget = self._agreed_budget()
+                if budget is None:
+                    add_up(self.model, nothing)
+            if budget is None:
+                break
+            self.max_tokens_per_microbatch = budget
+            start_over(self.model, nothing)
             self._zero_gradients()
             rank_memory.give_memory_back()
+        self.num_tokens += sum(batch.num_tokens for batch in batches)
+        self.num_padded_tokens += sum(batch.input_ids.numel() for batch in batches)
+        self._trainer_logprobs[number] = [
+            batch.trainer_logprobs[batch.order]
+            for batch, _ in done
+            if batch.trainer_logprobs is not None
+        ]
+        return done
 
-    def _too_large(self, batches: Sequence[MicroBatch], number: int) -> str:
-        size = batches[number].input_ids.numel() if number < len(batches) else 1
+    def _reference_logprobs(self, batches: Sequence[MicroBatch]) -> list[torch.Tensor] | None:
+        if self.reference is None:
+            return None
+        with self.reference.in_place(), held(self.model), self.accelerator.autocast():
+            return self._pass_through(batches, self._reference_one)
+
+    def _reference_one(self, batch: MicroBatch, _: Any) -> torch.Tensor:
+        assert self.reference is not None
+        return self.reference.logprobs(batch.to(self.accelerator.device))
+
+    def _pass_through(
+        self,
+        batches: Sequence[MicroBatch],
+        compute: Callable[[MicroBatch, Any], Result],
+        extra: Sequence[Any] | None = None,
+    ) -> list[Result]:
+        """Return the results of `compute` of the micro-batches, each with its item of `extra`.
+
+        If memory runs out, `_smaller_budget` is set, and the results are useless.
+        """
+        found = list[Result]()
+        for batch, counts in self.passes(batches):
+            if self._leaves_out() and not self.is_sharded:
+                break
+            num_before = num_exchanges(self.model)
+            is_small = self._smaller_budget is not None or not counts
+            try:
+                if is_small:
+                    compute(self._nothing, None)
+                else:
+                    found.append(compute(batch, extra[len(found)] if extra else None))
+            except (RuntimeError, MemoryError) as error:
+                if is_small or not rank_memory.is_out_of_memory(error):
+                    raise
+                if not can_start_over(self.model):  # the other ranks wait inside this pass
+                    raise RunError(self._too_large(batch)) from None
+                self._smaller_budget = smaller_budget(
+                    self.max_tokens_per_microbatch, batches, len(found), self.ranks.rank
+                )
+            else:
+                continue
+            # Inside `except`, less memory could be freed: the exception keeps activations alive.
+            rank_memory.give_memory_back()
+            leave_pass(self.model, num_before, partial(compute, self._nothing, None))
+            if not passes_together(self.model):
+                break
+        return found
+
+    def _agreed_budget(self) -> int | None:
+        """Return the budget with which to compute again; of a sharded model, the ranks' least."""
+        if not self.is_sharded:
+            return self._smaller_budget
+        found = self.ranks.all_gather_numbers([self._smaller_budget or 0])
+        return min((int(budget) for (budget,) in found if budget), default=None)
+
+    def _too_large(self, batch: MicroBatch) -> str:
+        size = batch.input_ids.numel()
         remedy = f"resume with --max-tokens-per-microbatch {max(1, size // 2)} --override"
         where = f"on rank {self.ranks.rank}"
         return f"memory: a micro-batch of {size:,} tokens does not fit {where}; {remedy}"
@@ -306,17 +380,16 @@ class Updater:
         All ranks pass through a sharded model together. A rank with fewer micro-batches than
         another then also gets micro-batches of one token that do not count.
         """
-        count = int(self.ranks.max(len(batches))) if self.is_sharded else len(batches)
+        together = passes_together(self.model)
+        count = int(self.ranks.max(len(batches))) if together else len(batches)
         for index in range(count):
             yield (batches[index], True) if index < len(batches) else (self._nothing, False)
 
-    def _backward_one(self, batch: MicroBatch, num_tokens: float) -> Computed:
+    def _backward_one(
+        self, num_tokens: float, batch: MicroBatch, ref_logprobs: torch.Tensor | None
+    ) -> Computed:
         self.ranks.alive()
         here = batch.to(self.accelerator.device)
-        ref_logprobs = None
-        if self.reference is not None:
-            with self.accelerator.autocast():
-                ref_logprobs = self.reference.logprobs(here)
         logprobs, entropy = self.module(here)
         if self.corrects and batch.trainer_logprobs is None:  # the step's first update
             batch, here = (replace(b, trainer_logprobs=logprobs.detach()) for b in (batch, here))

@@ -118,16 +118,17 @@ class Memory:
         """Return the bytes that a rank gathers of a sharded model at once.
 
         These are what stands outside the layers and two layers, of which one comes early, with the
-        gradients of a layer; or all layers, if they stay until the backward pass.
+        gradients of a layer; or all parameters, with all gradients in float32.
         """
+        size = self.dtype.itemsize
+        if not config.grpo.reshard_after_forward:
+            return float(size * self.num_weights + 4 * self.num_trained)
         layers = outer_layers(self.model)
         most = max(sum(p.numel() for p in layer.parameters()) for layer in layers)
         inside = sum(p.numel() for layer in layers for p in layer.parameters())
         outside = self.num_weights - inside
-        is_peft = config.model.use_peft
-        weights = outside + (2 * most if config.grpo.reshard_after_forward else inside)
-        gradients = 0 if is_peft else outside + most
-        return float(self.dtype.itemsize * (weights + gradients))
+        gradients = 0 if config.model.use_peft else outside + most
+        return float(size * (outside + 2 * most + gradients))
 
     def need(self, config: Config | None = None) -> float:
         """Return the bytes that a rank needs: of cache and activations, the larger counts."""

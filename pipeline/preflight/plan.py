@@ -134,7 +134,8 @@ def bytes_sent(memory: Memory) -> float:
 
     An all-reduce goes round the ring twice. With `full`, each pass gathers the weights in the
     computing type, those of layers again for the backward pass, and adds up gradients in float32;
-    the reference policy, and a probe of the sampler's new weights, gather them once.
+    the reference policy, and a probe of the sampler's new weights, gather them once. If layers do
+    not reshard, an update gathers the weights and adds up the gradients once.
     """
     config = memory.config
     grpo = config.grpo
@@ -143,8 +144,11 @@ def bytes_sent(memory: Memory) -> float:
     once = 0.0
     if grpo.shard == "full":
         inside = sum(p.numel() for x in outer_layers(memory.model) for p in x.parameters())
-        again = memory.dtype.itemsize * inside * grpo.reshard_after_forward
-        update = passes(memory) * (weights * (1 + (grpo.beta > 0)) + again + whole)
+        again = float(memory.dtype.itemsize * inside)
+        has_reference = grpo.beta > 0
+        update = weights * (1 + has_reference) + whole
+        if grpo.reshard_after_forward:
+            update = passes(memory) * (update + again)
         once = whole + weights  # the sampler's new weights, and the probe
     else:
         update = whole * (2 if grpo.shard == "none" else 3)

@@ -49,6 +49,13 @@ def memory(num_ranks, shard, *flags):
         (2, "full", (), (558_528 + 443_328 + 558_528 + 2 * 558_528) * 4 / 2),
         (2, "full", ("--no-reshard-after-forward",), 4 * 558_528 * 4 / 2),
         (2, "full", ("--beta", "0.1"), (4 * 558_528 + 443_328 + 558_528) * 4 / 2),
+        # An update gathers the weights once, however many passes it has.
+        (
+            2,
+            "full",
+            ("--no-reshard-after-forward", "--max-tokens-per-microbatch", "96"),
+            4 * 558_528 * 4 / 2,
+        ),
         # 2 groups of 4 episodes, each in a micro-batch of its own, twice
         (
             2,
@@ -114,18 +121,23 @@ def note_bytes(collective, sizes, *tensors, **options):
     return collective(*tensors, **options)
 
 
-def hold(shard, make):
+def hold(way, make):
     """An update on a rank: the bytes held at its end, and those gathered and scattered in it."""
+    shard, *flags = way
     accelerator = Accelerator()
     ranks = Ranks(accelerator.process_index, accelerator.num_processes, 60)
     model = make()
-    if shard == "full":
-        shard_model(model, outer_layers(model), None, reshards=True)
     sizes = []
     is_new = hasattr(dist, "all_gather_single")
     of_older_torch = ("all_gather_into_tensor", "reduce_scatter_tensor")
-    for name in ("all_gather_single", "reduce_scatter_single") if is_new else of_older_torch:
-        setattr(dist, name, partial(note_bytes, getattr(dist, name), sizes))
+    names = ("all_gather_single", "reduce_scatter_single") if is_new else of_older_torch
+    exchanges = {name: getattr(dist, name) for name in names}
+    for name, exchange in exchanges.items():
+        setattr(dist, name, partial(note_bytes, exchange, sizes))
+    if shard == "full":
+        shard_model(model, outer_layers(model), None, reshards=not flags)
+    for name, exchange in exchanges.items():
+        setattr(dist, name, exchange)
     updater = Updater(
         accelerator, TokenLogprobs(model, 1.0), ranks, Config(grpo={"shard": shard}), 0
     )
@@ -149,20 +161,24 @@ def tiny():
     return tiny_model(tokenizer(), 0)
 
 
+WAYS = (*((shard,) for shard in plan.SHARDS), ("full", "--no-reshard-after-forward"))
+
+
 def hold_all(make):
-    return {shard: hold(shard, make) for shard in plan.SHARDS}
+    return {way: hold(way, make) for way in WAYS}
 
 
 def test_two_ranks_hold_and_send_what_the_plan_says():
     found = play_ranks(hold_all, 2, tiny)
     assert all(isinstance(row, dict) for row in found), found
-    for shard in plan.SHARDS:
-        there = memory(2, shard)
+    for way in WAYS:
+        shard, *flags = way
+        there = memory(2, shard, *flags)
         terms = there.terms()
         planned = sum(terms[name] for name in ("weights (fp32)", "gradients", "moments of AdamW"))
         for row in found:
-            held, exchanged = row[shard]
-            assert held == pytest.approx(planned, rel=0.02), (shard, held / planned)
+            held, exchanged = row[way]
+            assert held == pytest.approx(planned, rel=0.02), (way, held / planned)
             if shard == "full":  # without what the sampler gets
                 sent = plan.bytes_sent(there) - 4 * WEIGHTS
                 assert exchanged / 2 == pytest.approx(sent, rel=0.02)
