@@ -345,7 +345,9 @@ class RunSettings(Section):
     plan_tflops: PositiveFloat | None = field(
         None, "TFLOP/s of a rank in the plan; null: measured, else 200"
     )
-    plan_bandwidth: PositiveFloat = field(50.0, "GB/s between ranks in the plan")
+    plan_bandwidth: PositiveFloat = field(
+        50.0, "GB/s that a rank sends, in the plan; doctor measures them"
+    )
 
 
 class TrackingSettings(Section):

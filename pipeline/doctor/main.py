@@ -115,9 +115,11 @@ def judge_all_reduce(values: list[Values]) -> Finding:
     if wrong := [rank for rank, value in enumerate(values) if not value["is_right"]]:
         return Finding("broken", f"{named(wrong)} computed a wrong sum", FAULTY)
     seconds = max(value["seconds"] for value in values)
-    megabytes = values[0]["bytes"] / 1e6
-    text = f"{len(values)} ranks added {megabytes:.0f} MB up in {1e3 * seconds:.1f} ms"
-    return Finding("ok", f"{text} ({megabytes / 1e3 / seconds:.2f} GB/s)")
+    size = values[0]["bytes"]
+    # Twice round the ring: the bus bandwidth of NCCL's tests, and `--plan-bandwidth`.
+    sent = 2 * (len(values) - 1) / len(values) * size
+    text = f"{len(values)} ranks added {size / 1e6:.0f} MB up in {1e3 * seconds:.1f} ms"
+    return Finding("ok", f"{text} (each sent {sent / 1e9 / seconds:.2f} GB/s)")
 
 
 def measure_folder(config: Config, _: Accelerator, ranks: Ranks) -> tuple[str, str, bool]:

@@ -4,10 +4,11 @@
 
 Checks: log-probabilities of sampler and training on the same tokens; loss and gradient of the GPU
 against the CPU's; the embedded recipe learns; a killed run resumes; a group of one rank exchanges
-over NCCL. Measures, with random weights in the shape `--shape`: tokens per second of the update and
-the share of the card's peak FLOPs (MFU); tokens per second of sampling against the bound of the
-measured memory bandwidth; our sampler against `generate` and continuous batching; a whole step
-against TRL; the peak memory of rollout and update against `--check`'s estimate.
+over NCCL; a sharded model of one rank has the gradient of a whole one. Measures, with random
+weights in the shape `--shape`: tokens per second of the update and the share of the card's peak
+FLOPs (MFU); the time of a sharded update against a whole one; tokens per second of sampling against
+the bound of the measured memory bandwidth; our sampler against `generate` and continuous batching;
+a whole step against TRL; the peak memory of rollout and update against `--check`'s estimate.
 
 A part that fails is one row that says so; the others go on, and the exit code is 1. On a CPU
 (`--device cpu`, the default) all parts run with the tiny model: a test of this script.
@@ -21,6 +22,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
@@ -40,10 +42,11 @@ from common import (
 from torch import distributed
 
 from pipeline.config.settings import Config, GRPOSettings
+from pipeline.distributed.sharding import shard_model, whole
 from pipeline.grpo.algorithm import grpo_loss
 from pipeline.grpo.micro_batches import micro_batch
 from pipeline.grpo.token_logprobs import TokenLogprobs
-from pipeline.models.layers import recompute_layers
+from pipeline.models.layers import outer_layers, recompute_layers
 from pipeline.models.tiny import tiny_model, tiny_tokenizer
 from pipeline.preflight.memory import Memory
 from pipeline.rollout.row_sampler import RowSampler
@@ -53,7 +56,7 @@ HERE = Path(__file__).resolve().parent
 PEAK_TFLOPS = {"H100": 989, "H200": 989, "A100": 312, "L40S": 362, "4090": 165}  # dense bf16
 GIB = 1 << 30
 CLOSE = {"cpu": 1e-5, "cuda": 0.05}  # mean difference of log-probabilities, in nats
-PARTS = ("exchange", "logprobs", "loss", "update", "sampling", "memory")
+PARTS = ("exchange", "logprobs", "loss", "update", "sharded", "sampling", "memory")
 RUNS = ("resume", "learning", "methods", "trl")  # other processes
 Row = tuple[str, str, bool | None]  # what, the finding, whether it is right; None: not done
 
@@ -97,17 +100,23 @@ class Bench:
             sampler.close(episode)
         return made
 
-    def exchange(self) -> Iterator[Row]:
-        """A process group of one rank sums over NCCL (gloo on a CPU)."""
+    @contextmanager
+    def group(self) -> Iterator[str]:
+        """A process group of one rank over NCCL (gloo on a CPU)."""
         backend = "nccl" if self.device == "cuda" else "gloo"
         store = distributed.HashStore()
         distributed.init_process_group(backend, store=store, rank=0, world_size=1)
         try:
+            yield backend
+        finally:
+            distributed.destroy_process_group()
+
+    def exchange(self) -> Iterator[Row]:
+        """A process group of one rank sums."""
+        with self.group() as backend:
             tensor = torch.ones(1 << 20, device=self.device)
             distributed.all_reduce(tensor)
             is_right = bool((tensor == 1).all())
-        finally:
-            distributed.destroy_process_group()
         yield f"one rank over {backend}", "all-reduce returns", is_right
 
     def logprobs(self) -> Iterator[Row]:
@@ -140,14 +149,16 @@ class Bench:
         self.figures["loss_gap"] = gap
         yield "loss and gradient against the CPU's", f"{gap:.1e} apart, at most 1e-3", gap <= 1e-3
 
-    def update(self) -> Iterator[Row]:
-        """Forward and backward pass of one micro-batch with a shared prompt."""
-        model = self.model().to(self.device)
+    def batch(self, model: Any) -> Any:
+        """Return a micro-batch of episodes with a common prompt."""
         count, prompt, length = (8, 1024, 1024) if self.device == "cuda" else (2, 32, 16)
         played = self.conversations(self.sampler(model), count, prompt, length)
-        recompute_layers(model)
         items = sorted(((t, 0.0, 1.0) for t in played), key=lambda item: item[0].ids)
-        batch = micro_batch(items, 0, share_prefixes=True).to(self.device)
+        return micro_batch(items, 0, share_prefixes=True).to(self.device)
+
+    def seconds_of_pass(self, model: Any, batch: Any) -> float:
+        """Return the seconds of a forward and backward pass that recomputes its layers."""
+        recompute_layers(model)
         module = TokenLogprobs(model, 1.0).eval()
 
         def work() -> None:
@@ -156,7 +167,37 @@ class Bench:
             model.zero_grad(set_to_none=False)
 
         work()
-        seconds = median(seconds_of(work, self.device) for _ in range(3))
+        return median(seconds_of(work, self.device) for _ in range(3))
+
+    def gradient(self, model: Any, batch: Any) -> torch.Tensor:
+        TokenLogprobs(model, 1.0).eval()(batch)[0].sum().backward()
+        found = [whole(p.grad).flatten() for p in model.parameters()]
+        return torch.cat(found)
+
+    def sharded(self) -> Iterator[Row]:
+        """A model that is sharded over one rank has the gradient of a whole one, in fp32."""
+        with self.group():
+            alone, spread = (tiny_model(tiny_tokenizer(), 0).to(self.device) for _ in range(2))
+            batch = self.batch(alone)
+            shard_model(spread, outer_layers(spread), None, reshards=True)
+            expected = self.gradient(alone, batch)
+            gap = float((self.gradient(spread, batch) - expected).norm() / expected.norm())
+
+            model = self.model().to(self.device)
+            batch = self.batch(model)
+            seconds = self.seconds_of_pass(model, batch)
+            compute = torch.bfloat16 if self.device == "cuda" else None
+            shard_model(model, outer_layers(model), compute, reshards=True)
+            ratio = self.seconds_of_pass(model, batch) / seconds
+        self.figures |= {"sharded_gap": gap, "sharded_time": ratio}
+        shown = f"gradient {gap:.1e} apart, at most 1e-5; {ratio:.2f} times a whole update"
+        yield "sharded, one rank", shown, gap <= 1e-5
+
+    def update(self) -> Iterator[Row]:
+        """Forward and backward pass of one micro-batch with a shared prompt."""
+        model = self.model().to(self.device)
+        batch = self.batch(model)
+        seconds = self.seconds_of_pass(model, batch)
         tokens = batch.input_ids.numel()
         # Forward, the recomputed forward, and two products in the backward pass: 8 FLOPs a weight.
         flops = 8 * model.num_parameters() * tokens / seconds

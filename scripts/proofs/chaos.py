@@ -12,25 +12,37 @@ each stage, and of metrics.jsonl. A damaged checkpoint of a stage is only counte
 needed the checkpoint. No process may be left after a kill, and the death of a rank must end the
 other ranks. New runs start until all kills are done. With `--at-checkpoints`, a kill comes after a
 step is saved instead of at a random moment. Flags after `--` are passed to every run.
+
+    python scripts/proofs/chaos.py --kills 10 --ways 2:full 1:none 4:full -- --learning-rate 1e-6
+
+With `--ways`, each start takes the next number of ranks and way of sharding, and no file is
+damaged. Sums are then rounded otherwise, so a run must have drawn the same texts in all its
+episodes, and its parameters may differ by 1e-3 of what training changed. A low learning rate keeps
+draws off ties.
 """
 
 from __future__ import annotations
 
+import gzip
 import hashlib
+import json
 import re
 import shutil
 import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import cycle
 from pathlib import Path
 from random import Random
 from statistics import median
+from typing import Any
 
 import psutil
+from safetensors import safe_open
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
@@ -40,6 +52,7 @@ KINDS = ("one rank", "all ranks", "launcher", "SIGTERM")
 Moment = Callable[[], bool]  # returns whether the time for a kill has come
 RESUMED = re.compile(r"^resuming from step-\d+: ", re.MULTILINE)
 LIMIT_S = 60.0  # seconds in which all processes must end after a kill
+CLOSE = 1e-3  # of the change of the parameters
 SHORT = (
     "--tasks-per-step 6 --num-generations 6 --eval-tasks-per-domain 4 --eval-trials 1 "
     "--validation-steps 2 --validation-tasks 3 --report-to none --max-steps 6 --save-steps 1 "
@@ -69,6 +82,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--seed", type=int, default=0, help="of the moments and kinds of kills")
     parser.add_argument("--warm-start-steps", type=int, default=150, help="of the model to train")
     parser.add_argument("--at-checkpoints", action="store_true", help="not at random moments")
+    parser.add_argument("--ways", nargs="*", metavar="RANKS:SHARD", help="of the next starts")
     parser.add_argument("passed_on", nargs="*", help="after --: flags of every run")
     options = parser.parse_args(argv)
     where = machine()
@@ -84,7 +98,7 @@ def main(argv: Sequence[str]) -> int:
         length_s = time.perf_counter() - begun
         if not tally.faults:
             within_s = 0.0 if options.at_checkpoints else length_s
-            torment(command, folder, options.kills, within_s, tally, random)
+            torment(command, folder, options.kills, within_s, tally, random, options.ways)
     figures = figures_of(tally, options.kills)
     where |= {"num_ranks": options.num_gpus, "undisturbed_s": round(length_s, 1)}
     print("\n".join(f"{name:<41}{value:g}" for name, value in figures.items()))
@@ -117,12 +131,14 @@ def torment(
     within_s: float,
     tally: Tally,
     random: Random,
+    ways: Sequence[str] | None = None,
 ) -> None:
     """Kill and resume runs until all kills are done, and let the last run finish.
 
     A kill comes at most `within_s` seconds after a start, or, if that is 0, after a step is saved.
     """
     number = 0
+    next_ways = cycle(ways or [""])
     while sum(tally.kills.values()) < num_kills and len(tally.faults) < 5:
         number += 1
         spoilt = set[str]()  # SHA-256 sums and names of damaged files
@@ -133,26 +149,82 @@ def torment(
             moment = None
             if sum(tally.kills.values()) < num_kills:
                 moment = after(random.uniform(0, within_s)) if within_s else after_a_save(run)
-            if live(flags, run, log, tally, random, moment):
+            if live([*flags, *flags_of(next(next_ways))], run, log, tally, random, moment):
                 break
-            if random.random() < 0.4:
+            if not ways and random.random() < 0.4:
                 spoilt |= damage(run / "checkpoints", random)
         tally.num_ends += 1
         tally.damaged += len(spoilt) // 2
         tally.num_resumed += len(RESUMED.findall(log.read_text(encoding="utf-8")))
-        found = digests(run)
-        expected = digests(folder / "undisturbed")
-        last = [name for name in expected if name.startswith("parameters")][-1]
-        for what, digest in expected.items():
-            stage = what.removeprefix("parameters of ")  # a resume may have put it aside
-            is_aside = what not in found and f"{stage}/manifest.json" in spoilt
-            if (is_aside or found.get(what) in spoilt) and what != last:
-                tally.num_left += 1  # No resume needed the damaged file.
-            elif found.get(what) != digest:
-                tally.faults.append(f"run {number}: {what} differ; the run's output:")
-                tally.faults.append(log.read_text()[-4000:])
+        undisturbed = folder / "undisturbed"
+        if ways:
+            faults = [*differences(run, undisturbed, folder / "model")]
+        else:
+            faults = unequal(digests(run), digests(undisturbed), spoilt, tally)
+        if faults:
+            faults.append(f"the output:\n{log.read_text()[-4000:]}")
+        tally.faults += [f"run {number}: {fault}" for fault in faults]
         shutil.rmtree(run)
         print(f"run {number}: {sum(tally.kills.values())} kills so far", flush=True)
+
+
+def unequal(
+    found: dict[str, str], expected: dict[str, str], spoilt: set[str], tally: Tally
+) -> list[str]:
+    """What differs from the undisturbed run and was not damaged."""
+    faults = list[str]()
+    last = [name for name in expected if name.startswith("parameters")][-1]
+    for what, digest in expected.items():
+        stage = what.removeprefix("parameters of ")  # a resume may have put it aside
+        is_aside = what not in found and f"{stage}/manifest.json" in spoilt
+        if (is_aside or found.get(what) in spoilt) and what != last:
+            tally.num_left += 1  # No resume needed the damaged file.
+        elif found.get(what) != digest:
+            faults.append(f"{what} differ")
+    return faults
+
+
+def flags_of(way: str) -> list[str]:
+    """The flags of a way such as `2:full`."""
+    ranks, _, shard = way.partition(":")
+    return ["--num-gpus", ranks, "--shard", shard] if way else []
+
+
+def differences(run: Path, undisturbed: Path, model: Path) -> Iterator[str]:
+    """What differs in the draws and the parameters of a run, which `model` has started."""
+    here, there = drawn(run), drawn(undisturbed)
+    yield from (f"other draws in {step}" for step in there if here.get(step) != there[step])
+    begun = tensors(model / "checkpoints" / "warm-start")
+    for stage in sorted((undisturbed / "checkpoints").glob("stage-*")):
+        ends = tensors(run / "checkpoints" / stage.name)
+        expected = tensors(stage)
+        change = sum(float((expected[name] - begun[name]).norm()) ** 2 for name in begun)
+        gap = sum(float((expected[name] - ends[name]).norm()) ** 2 for name in begun)
+        share = (gap / change) ** 0.5
+        print(f"{stage.name}: the parameters differ by {share:.1e} of their change", flush=True)
+        if not share <= CLOSE:
+            yield f"{stage.name}: the parameters differ by {share:.1e} of their change"
+
+
+def drawn(run: Path) -> dict[str, set[str]]:
+    """Of each step: its episodes, with all their messages."""
+    steps = dict[str, set[str]]()
+    for path in (run / "trajectories").glob("*/*.jsonl.gz"):
+        rows = map(json.loads, gzip.decompress(path.read_bytes()).splitlines())
+        step = f"{path.parent.name}/{path.name.partition('.')[0]}"
+        texts = {json.dumps([r["domain"], r["task_id"], r["trial"], r["messages"]]) for r in rows}
+        steps[step] = steps.get(step, set()) | texts
+    assert steps, run
+    return steps
+
+
+def tensors(checkpoint: Path) -> dict[str, Any]:
+    found = dict[str, Any]()
+    for path in checkpoint.glob("*.safetensors"):
+        with safe_open(path, "pt") as opened:
+            found |= {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+    assert found, checkpoint
+    return found
 
 
 def after(seconds: float) -> Moment:

@@ -44,10 +44,15 @@ from scripts.proofs.grid import LOSS_TYPES, Cell, difference, make_episodes, pla
 from scripts.proofs.ranks import play_ranks
 
 PARTS = ("update", "memory")
+WAYS: list[dict[str, Any]] = [
+    {"shard": "optimizer"},
+    {"shard": "full"},
+    {"shard": "full", "reshards": False},
+]
 CELLS = [
-    Cell(num_ranks=n, shard=shard, layout=layout, count=4, loss_type=kind, adapters=adapters)
+    Cell(num_ranks=n, layout=layout, count=4, loss_type=kind, adapters=adapters, **way)
     for n in (2, 3, 4)
-    for shard in ("optimizer", "full")
+    for way in WAYS
     for layout in ("padded", "shared")
     for kind in LOSS_TYPES
     for adapters in (False, True)

@@ -52,7 +52,7 @@ def test_two_ranks_that_are_well_get_every_row_and_leave_nothing(tmp_path):
     assert rows["connection"][1].startswith("2 ranks met in ")
     assert ": ranks 0, 1 on CPU with " in rows["devices"][1]
     assert f"torch {torch.__version__}" in rows["versions"][1]
-    speed = r"2 ranks added 17 MB up in \d+\.\d ms \(\d+\.\d\d GB/s\)"
+    speed = r"2 ranks added 17 MB up in \d+\.\d ms \(each sent \d+\.\d\d GB/s\)"
     assert re.fullmatch(speed, rows["all-reduce"][1])
     assert f"that rank 0 writes in {tmp_path} on " in rows["folder"][1]
     assert re.fullmatch(r"doctor: nothing is broken \(after \d+ s\)", done.stdout.splitlines()[-1])
@@ -261,7 +261,7 @@ def test_ranks_with_other_versions_are_named():
 def test_the_speed_is_that_of_the_slowest_rank_and_a_wrong_sum_is_broken():
     quick = {"is_right": True, "seconds": 0.001, "bytes": 16_000_000}
     slow = {**quick, "seconds": 0.002}
-    text = "3 ranks added 16 MB up in 2.0 ms (8.00 GB/s)"
+    text = "3 ranks added 16 MB up in 2.0 ms (each sent 10.67 GB/s)"
     assert judge_all_reduce([quick, slow, quick]) == Finding("ok", text)
     found = judge_all_reduce([quick, {**quick, "is_right": False}])
     assert (found.status, found.text) == ("broken", "rank 1 computed a wrong sum")
