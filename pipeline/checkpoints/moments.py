@@ -7,6 +7,7 @@ Moments that rank 0 has whole are one file. Any number of ranks, sharded or not,
 
 import shutil
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -32,9 +33,10 @@ def write_sharded(
     Weights are never whole on a rank. With LoRA, only the adapters are written, by the main rank.
     """
     if has_adapters(model):
-        adapters = {name: whole(tensor) for name, tensor in lora.adapters_of(model).items()}
+        adapters = ((name, p.detach()) for name, p in model.named_parameters() if p.requires_grad)
+        trained = {name: whole(adapter).cpu() for name, adapter in adapters}
         if is_main:
-            lora.write(model, adapters, folder)
+            lora.save(model, folder, trained)
     else:
         _write_weights(folder, model)
         if is_main:
@@ -63,16 +65,9 @@ def _files_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
     """Return the number of each tensor's file, from 1 on. A rank holds its part of a file twice."""
     sizes = {name: tensor.numel() * tensor.itemsize for name, tensor in tensors.items()}
     most = min(max(sum(sizes.values()) // NUM_FILES, LEAST_BYTES), MOST_BYTES)
-    files = dict[str, int]()
-    number = 1
-    held = 0
-    for name, size in sizes.items():
-        if held and held + size > most:
-            number += 1
-            held = 0
-        files[name] = number
-        held += size
-    return files
+    places = [end // most for end in accumulate(sizes.values(), initial=0)]
+    numbers = {place: number for number, place in enumerate(dict.fromkeys(places), 1)}
+    return {name: numbers[place] for name, place in zip(sizes, places, strict=False)}
 
 
 def whole_moments(optimizer: torch.optim.Optimizer, is_main: bool) -> dict[str, Any] | None:

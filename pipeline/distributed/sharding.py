@@ -16,6 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from pipeline.errors import UserError
+
 Result = TypeVar("Result")
 ROW = 64
 ROOT = "_sharding_root"  # attribute of a sharded model
@@ -28,33 +30,19 @@ class _Root(nn.Module):
         super().__init__()
         self.model = model
         self.reshards = reshards
-        self.collectives = _Collectives()
         self.is_held = False
+        self.num_exchanges = 0
+        self.num_left_out = 0  # of the next exchanges, those that this rank has done before
 
     def forward(self, compute: Callable[[], Result]) -> Result:
         return compute()
 
 
-class _Collectives:
-    """Counts the exchanges of a sharded model; leaves out those that a rank has done before."""
-
-    num_done = 0
-    num_left_out = 0  # of the next ones
-
-    def wants(self) -> bool:
-        """Return True if the exchange that comes now must be done."""
-        if self.num_left_out:
-            self.num_left_out -= 1
-            return False
-        self.num_done += 1
-        return True
-
-
 class _Exchange:
-    """torch's `AllGather` and `ReduceScatter` of `fully_shard`, counted."""
+    """torch's `AllGather` and `ReduceScatter` of `fully_shard`; counts, and can leave some out."""
 
-    def __init__(self, collectives: _Collectives, exchange: Callable[..., Any]) -> None:
-        self.collectives = collectives
+    def __init__(self, root: _Root, exchange: Callable[..., Any]) -> None:
+        self.root = root
         self.exchange = exchange
 
     def allocate(self, size: Sequence[int], **options: Any) -> torch.Tensor:
@@ -63,8 +51,10 @@ class _Exchange:
     def __call__(
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, **options: Any
     ) -> Any:
-        if not self.collectives.wants():
+        if self.root.num_left_out:
+            self.root.num_left_out -= 1
             return None
+        self.root.num_exchanges += 1
         return self.exchange(output_tensor, input_tensor, **options)
 
 
@@ -73,14 +63,17 @@ def shard_model(
 ) -> None:
     """Shard a model's parameters over the ranks in place; all ranks must call this function.
 
+    Raises UserError before torch 2.13, which cannot leave a pass half done.
     The parameters become DTensors in float32 (frozen ones keep their types). Layers compute with
     `compute`, or with the parameters' own types. Gradients are summed over the ranks, in float32 or
     more. If `reshards`, a layer's parameters are freed after its forward and its backward pass;
     otherwise `held` gathers all layers, and `add_up` adds up their gradients.
     """
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+    from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
+    if not hasattr(FSDPModule, "reset_iter_state"):
+        raise UserError(f"shard: got full with torch {torch.__version__}; install torch>=2.13")
     kind = next(model.parameters()).device.type
     mesh = init_device_mesh(kind, (dist.get_world_size(),))
     reduced = None if compute is None else torch.float32
@@ -88,15 +81,12 @@ def shard_model(
     for layer in layers:
         fully_shard(layer, mesh=mesh, reshard_after_forward=reshards, mp_policy=policy)
     root: Any = fully_shard(_Root(model, reshards), mesh=mesh, mp_policy=policy)
-    # torch 2.13 renamed both.
-    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
     for module in _sharded_modules(root):
         # A sum, not a mean. These settings are of each module alone.
         module.set_force_sum_reduction_for_comms(True)
         module.set_gradient_divide_factor(1.0)
-        module.set_custom_all_gather(_Exchange(root.collectives, gather))
-        module.set_custom_reduce_scatter(_Exchange(root.collectives, scatter))
+        module.set_custom_all_gather(_Exchange(root, dist.all_gather_single))
+        module.set_custom_reduce_scatter(_Exchange(root, dist.reduce_scatter_single))
     vars(model)[ROOT] = root  # not a submodule of the model
 
 
@@ -173,14 +163,7 @@ def _set_local(root: Any, is_local: bool) -> None:
 
 def num_exchanges(model: Any) -> int:
     """Return the exchanges that a model has done in passes; 0 if it is not sharded."""
-    root: Any = vars(model).get(ROOT)
-    return 0 if root is None else int(root.collectives.num_done)
-
-
-def can_start_over(model: Any) -> bool:
-    """Return False for a sharded model before torch 2.13, which cannot leave a pass half done."""
-    root: Any = vars(model).get(ROOT)
-    return root is None or hasattr(root, "reset_iter_state")
+    return getattr(vars(model).get(ROOT), "num_exchanges", 0)
 
 
 def leave_pass(model: Any, num_before: int, compute: Callable[[], object]) -> None:
@@ -195,7 +178,7 @@ def leave_pass(model: Any, num_before: int, compute: Callable[[], object]) -> No
         return
     root.reset_iter_state()
     if not root.is_held:
-        root.collectives.num_left_out = root.collectives.num_done - num_before
+        root.num_left_out = root.num_exchanges - num_before
         compute()
 
 

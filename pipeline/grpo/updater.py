@@ -19,7 +19,6 @@ from pipeline.distributed.ranks import GradientAllReduce, Ranks, sum_gradients
 from pipeline.distributed.sharding import (
     ShardedAdamW,
     add_up,
-    can_start_over,
     exchanged,
     held,
     is_sharded,
@@ -29,7 +28,6 @@ from pipeline.distributed.sharding import (
     start_over,
     whole,
 )
-from pipeline.errors import RunError
 from pipeline.grpo.algorithm import JOINED, JOINED_RATIOS, TokenStats, grpo_loss, token_weights
 from pipeline.grpo.micro_batches import (
     Item,
@@ -347,8 +345,6 @@ class Updater:
             except (RuntimeError, MemoryError) as error:
                 if is_small or not rank_memory.is_out_of_memory(error):
                     raise
-                if not can_start_over(self.model):  # the other ranks wait inside this pass
-                    raise RunError(self._too_large(batch)) from None
                 self._smaller_budget = smaller_budget(
                     self.max_tokens_per_microbatch, batches, len(found), self.ranks.rank
                 )
@@ -367,12 +363,6 @@ class Updater:
             return self._smaller_budget
         found = self.ranks.all_gather_numbers([self._smaller_budget or 0])
         return min((int(budget) for (budget,) in found if budget), default=None)
-
-    def _too_large(self, batch: MicroBatch) -> str:
-        size = batch.input_ids.numel()
-        remedy = f"resume with --max-tokens-per-microbatch {max(1, size // 2)} --override"
-        where = f"on rank {self.ranks.rank}"
-        return f"memory: a micro-batch of {size:,} tokens does not fit {where}; {remedy}"
 
     def passes(self, batches: Sequence[MicroBatch]) -> Iterator[tuple[MicroBatch, bool]]:
         """Yield this rank's micro-batches, with True: they count.

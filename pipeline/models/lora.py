@@ -10,16 +10,15 @@ functions, because most runs have no adapters.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from copy import copy
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 from transformers.utils import logging
@@ -183,19 +182,13 @@ def read_adapters(folder: str | Path) -> tuple[dict[str, Any], dict[str, torch.T
         ) from None
 
 
-def save(model: PeftModel, folder: Path) -> None:
-    """Write the adapters, but no config.json, which would make transformers expect a full model."""
-    model.save_pretrained(str(folder), save_embedding_layers=False)
+def save(model: PeftModel, folder: Path, trained: Mapping[str, torch.Tensor] | None = None) -> None:
+    """Write the adapters, but no config.json, which would make transformers expect a full model.
+
+    `trained` has the whole parameters of a sharded model's adapters.
+    """
+    model.save_pretrained(str(folder), save_embedding_layers=False, state_dict=trained)
     (folder / "README.md").unlink(missing_ok=True)  # PEFT writes an empty model card.
-
-
-def write(model: PeftModel, adapters: dict[str, torch.Tensor], folder: Path) -> None:
-    """Write given adapters of a model, with the configuration that `save` writes."""
-    config = copy(model.peft_config["default"])
-    config.inference_mode = True
-    config.save_pretrained(str(folder))
-    files = {name: tensor.contiguous().cpu() for name, tensor in adapters.items()}
-    save_file(files, folder / ADAPTER_FILE, metadata={"format": "pt"})
 
 
 @torch.no_grad()

@@ -128,10 +128,7 @@ def hold(way, make):
     ranks = Ranks(accelerator.process_index, accelerator.num_processes, 60)
     model = make()
     sizes = []
-    is_new = hasattr(dist, "all_gather_single")
-    of_older_torch = ("all_gather_into_tensor", "reduce_scatter_tensor")
-    names = ("all_gather_single", "reduce_scatter_single") if is_new else of_older_torch
-    exchanges = {name: getattr(dist, name) for name in names}
+    exchanges = {n: getattr(dist, n) for n in ("all_gather_single", "reduce_scatter_single")}
     for name, exchange in exchanges.items():
         setattr(dist, name, partial(note_bytes, exchange, sizes))
     if shard == "full":
