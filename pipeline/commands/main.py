@@ -54,7 +54,7 @@ COMMANDS = {
     "watch": Command(
         "RUN", "show a run in a browser while it goes on", "pipeline.report.watch:main"
     ),
-    "status": Command("RUN [RUN ...]", "say where runs are", "pipeline.tracking.status:main"),
+    "status": Command("RUN [RUN ...]", "say where runs are", "pipeline.report.status:main"),
     "chat": Command(
         "RUN [FLAGS]", "serve a customer in the terminal", "pipeline.commands.chat:main"
     ),

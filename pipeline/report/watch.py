@@ -30,11 +30,11 @@ from pipeline.files.console import command
 from pipeline.files.layout import METRICS, TIMINGS
 from pipeline.files.untrusted import printable
 from pipeline.plots import drawing, pictures
+from pipeline.report import status as of_run
 from pipeline.report.reader_data import read_episodes
 from pipeline.report.tables import data_of
-from pipeline.report.write import TEMPLATES, html_of, page_of, render, sections_of
-from pipeline.tracking import status as of_run
-from pipeline.tracking.run_files import load_run, transcripts_in
+from pipeline.report.write import TEMPLATES, html_of, page_of, render, sections_of, svgs_of
+from pipeline.tracking.run_files import RunData, load_run, transcripts_in
 
 PORT = 8765
 HERE = ("127.0.0.1", "localhost", "::1")
@@ -44,7 +44,7 @@ MAX_EPISODES = 1_000
 MAX_CHARACTERS = 2_000_000
 WATCHED = (METRICS, TIMINGS, "results.json", "curriculum.json", "config.yaml")
 CURVES = ("learning_curves", "time_and_memory")
-LEAST_PAUSE_S = 1.0
+PAUSE_S = 1.0
 
 
 class LivePage:
@@ -56,36 +56,37 @@ class LivePage:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._files: list[tuple[float, int]] = []
+        self._svgs: dict[str, Any] = {}
         self._status: of_run.Status
         self._trouble = ""
         self.version = 0
         self.html = ""
-        self._make({})
+        self._make(load_run(folder))
 
-    def _make(self, functions: Any) -> None:
+    def _make(self, run: RunData) -> None:
         self._files = self._seen()
-        run = load_run(self._folder)
         self._status = of_run.status_of(run)
-        every = len(run.train) // MOST_POINTS or 1
-        thinned = replace(run, train=run.train[::every], timings=run.timings[::every])
-        figures = drawing.draw(functions, thinned)
         meanings = run.results.get("reward_parts")
-        keys = [*transcripts_in(self._folder).items()][-NEWEST:]
         reader = read_episodes(
             self._folder,
             run.success_threshold,
             meanings,
             MAX_EPISODES,
             MAX_CHARACTERS,
-            files=dict(keys),
+            files=dict([*transcripts_in(self._folder).items()][-NEWEST:]),
         )
         title = self._folder.resolve().name
-        text = printable(render("run.md.jinja", drawn=figures, title=title, **data_of(run)))
+        text = printable(render("run.md.jinja", drawn=self._svgs, title=title, **data_of(run)))
         sections = sections_of(text)
         first = [*self.now(), _curves(sections)]
         sections = [section for section in [*first, *sections] if section["blocks"]]
-        self.html = page_of(title, sections, figures, reader, self.version + 1)
+        self.html = page_of(title, sections, self._svgs, reader, self.version + 1)
         self.version += 1
+
+    def _draw(self, run: RunData) -> None:
+        every = len(run.train) // MOST_POINTS or 1
+        thinned = replace(run, train=run.train[::every], timings=run.timings[::every])
+        self._svgs = svgs_of(drawing.draw(pictures.OF_RUN, thinned))
 
     def _seen(self) -> list[tuple[float, int]]:
         found = [self._folder / name for name in WATCHED]
@@ -107,16 +108,29 @@ class LivePage:
         return sections_of(printable(text))
 
     def follow(self) -> None:
-        """Make the page again and again, until the process ends."""
+        """Make the page again when files have changed, until the process ends.
+
+        Pictures, which take seconds, are drawn again after ten times as long.
+        """
+        drawn_of = list[tuple[float, int]]()
+        next_picture = 0.0
         while True:
-            begun = time.monotonic()
             try:
-                if self.version == 1 or self._seen() != self._files:
-                    self._make(pictures.OF_RUN)
+                seen = self._seen()
+                is_due = seen != drawn_of and time.monotonic() >= next_picture
+                if is_due or seen != self._files:
+                    begun = time.monotonic()
+                    run = load_run(self._folder)
+                    if is_due:
+                        self._draw(run)
+                        drawn_of = seen
+                        next_picture = time.monotonic() + 10 * (time.monotonic() - begun)
+                    self._make(run)
+                    del run
                 self._trouble = ""
             except (OSError, UserError) as error:  # the folder may be gone, or half copied
                 self._trouble = str(error)
-            time.sleep(max(LEAST_PAUSE_S, 5 * (time.monotonic() - begun)))
+            time.sleep(PAUSE_S)
 
 
 def _curves(sections: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -204,13 +218,12 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--parent", type=int, metavar="PID", help="end with this process")
     options = parser.parse_args(arguments)
     server: Any = serve(options.folder, options.host, options.port)
-    print(
-        f"watch {options.folder} in a browser: {server.address} (Ctrl-C ends the page)", flush=True
-    )
+    end = "Ctrl-C ends the page" if options.parent is None else "as long as the run lasts"
+    print(f"watch {options.folder} in a browser: {server.address} ({end})", flush=True)
     with server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         while options.parent in (None, os.getppid()):
-            time.sleep(LEAST_PAUSE_S)
+            time.sleep(PAUSE_S)
     return 0
 
 

@@ -94,14 +94,14 @@ def write_files(
     drawing.save(figures, path.parent)
     text = printable(render(template, drawn=figures, **data))  # no control characters
     path.with_suffix(".md").write_text(text, encoding="utf-8")
-    page = page_of(data["title"], sections_of(text), figures, reader)
+    page = page_of(data["title"], sections_of(text), svgs_of(figures), reader)
     path.with_suffix(".html").write_text(page, encoding="utf-8")
 
 
 def page_of(
     title: str,
     sections: Sequence[Mapping[str, Any]],
-    figures: Mapping[str, Any],
+    svgs: Mapping[str, Markup],
     reader: Reader | None = None,
     version: int = 0,
 ) -> str:
@@ -111,13 +111,17 @@ def page_of(
         "page.html",
         title=printable(title),
         sections=sections,
-        svgs={name: Markup(drawing.inline_svg(figure, name)) for name, figure in figures.items()},
+        svgs=svgs,
         reader=reader if reader and reader.chunks else None,
         style=Markup(style),
         script=Markup(script),
         digest=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
         version=version,
     )
+
+
+def svgs_of(figures: Mapping[str, Any]) -> dict[str, Markup]:
+    return {name: Markup(drawing.inline_svg(figure, name)) for name, figure in figures.items()}
 
 
 def html_of(template: str, **data: Any) -> str:

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +49,7 @@ TRAIN = [
 def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """Three domains in sequence on two ranks, a step each."""
     cwd = tmp_path_factory.mktemp("two-ranks")
-    arguments = ["--save-steps", "1", "--output-dir", "out", "--profile", "2"]
+    arguments = ["--save-steps", "1", "--output-dir", "out", "--profile", "2", "--watch"]
     done = play(*TRAIN, *arguments, cwd=cwd, with_report=True)
     assert all(record["train/grad_norm"] > 0 for record in metrics(cwd / "out"))
     return cwd / "out", done.stdout + done.stderr
@@ -143,6 +144,14 @@ def test_a_profiled_step_leaves_a_trace_of_each_rank_with_its_phases(
         assert {"sample", "update", "wait", "aten::mm"} <= names
     assert "profile of step 2: out/profile/step-000002.rank-0.json.gz" in printed
     assert "profiler_start" not in printed
+
+
+def test_a_run_says_where_its_ranks_are_and_serves_its_page(two_ranks: tuple[Path, str]) -> None:
+    folder, printed = two_ranks
+    posted = json.loads((folder / "ranks.json").read_text())
+    assert [rank["rank"] for rank in posted["ranks"]] == [0, 1]
+    assert (posted["is_over"], posted["why"]) == (True, "")
+    assert re.search(r"^watch .*out in a browser: http://127\.0\.0\.1:\d+/ ", printed, re.MULTILINE)
 
 
 def test_the_terminal_shows_progress_a_table_and_the_folder(two_ranks: tuple[Path, str]) -> None:

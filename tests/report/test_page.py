@@ -4,7 +4,6 @@ import base64
 import gzip
 import json
 import re
-import shutil
 from collections import Counter
 
 import pytest
@@ -15,6 +14,7 @@ from pipeline.plots.drawing import shown
 from pipeline.report.reader_data import choose, read_episodes, token_texts_of
 from pipeline.report.write import rich, sections_of, table, write_report
 from pipeline.tracking.run_files import load_run
+from tests.support.browser import Page
 from tests.support.report_runs import (  # noqa: F401
     THREE,
     episode,
@@ -71,72 +71,8 @@ def run_folder(tmp_path_factory):
     return folder
 
 
-@pytest.fixture(scope="module")
-def browser():
-    """Chromium without a window; it logs what scripts complain of."""
-    programs = [shutil.which("chromium"), shutil.which("chromedriver")]
-    if None in programs:
-        pytest.skip("needs chromium and chromedriver (Debian: chromium, chromium-driver)")
-    from selenium import webdriver
-    from selenium.webdriver.chrome.service import Service
-
-    options = webdriver.ChromeOptions()
-    options.binary_location = programs[0]
-    for flag in ("--headless=new", "--no-sandbox", "--disable-dev-shm-usage", "--disable-gpu"):
-        options.add_argument(flag)
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-    driver = webdriver.Chrome(options=options, service=Service(programs[1]))
-    yield driver
-    driver.quit()
-
-
-class Page:
-    """A report that is open, as a reader sees it."""
-
-    def __init__(self, browser, path, fragment=""):
-        self.browser = browser
-        browser.get("about:blank")  # a new fragment alone would not load the page again
-        browser.get(path.as_uri() + fragment)
-        self.wait(lambda: self.script("return !!document.getElementById('group')?.dataset.shown"))
-
-    def script(self, text, *arguments):
-        return self.browser.execute_script(text, *arguments)
-
-    def wait(self, condition):
-        from selenium.webdriver.support.ui import WebDriverWait
-
-        WebDriverWait(self.browser, 30, poll_frequency=0.05).until(lambda _: condition())
-
-    def choose(self, **chosen):
-        from selenium.webdriver.support.ui import Select
-
-        for name, value in chosen.items():
-            Select(self.browser.find_element("id", name)).select_by_value(value)
-
-    def offered(self, name):
-        options = f"return [...document.getElementById('{name}').options].map((o) => o.value)"
-        return self.script(options)
-
-    def colour_by(self, mode):
-        self.browser.find_element("css selector", f"input[value={mode}]").click()
-
-    def shows(self, stage, step, domain, task):
-        wanted = f"{stage} {step} {domain} {task}"
-        self.wait(
-            lambda: self.script("return document.getElementById('group').dataset.shown") == wanted
-        )
-        return True
-
-    def texts(self, selector):
-        found = self.browser.find_elements("css selector", selector)
-        return [element.get_attribute("textContent") for element in found]
-
-    def complaints(self):
-        return self.browser.get_log("browser")
-
-
 def test_choosing_stage_step_domain_and_outcome_shows_that_episode(run_folder, browser):
-    page = Page(browser, run_folder / "report.html")
+    page = Page(browser, (run_folder / "report.html").as_uri())
     page.choose(stage="retail", step="12", domain="airline", outcome="some solved")
     assert page.shows("retail", 12, "airline", "airline-12-1")
     assert page.texts("#place") == ["Group 1 of 2"]
@@ -160,7 +96,7 @@ def test_choosing_stage_step_domain_and_outcome_shows_that_episode(run_folder, b
 def test_a_list_offers_what_earlier_choices_leave_and_what_fits_no_new_one_gives_way(
     run_folder, browser
 ):
-    page = Page(browser, run_folder / "report.html")
+    page = Page(browser, (run_folder / "report.html").as_uri())
     page.choose(stage="retail")
     assert page.offered("step") == ["", "11", "12", "13"]
     assert page.offered("domain") == ["", "airline", "retail"]
@@ -173,7 +109,7 @@ def test_a_list_offers_what_earlier_choices_leave_and_what_fits_no_new_one_gives
 
 
 def test_an_outcome_of_an_episode_marks_the_episodes_that_have_it(run_folder, browser):
-    page = Page(browser, run_folder / "report.html")
+    page = Page(browser, (run_folder / "report.html").as_uri())
     page.choose(stage="airline", episode="solved")
     assert page.shows("airline", 1, "airline", "airline-1-1")
     marked = page.script(
@@ -184,7 +120,7 @@ def test_an_outcome_of_an_episode_marks_the_episodes_that_have_it(run_folder, br
 
 
 def test_tokens_are_coloured_by_advantage_or_log_probability_with_a_legend(run_folder, browser):
-    page = Page(browser, run_folder / "report.html")
+    page = Page(browser, (run_folder / "report.html").as_uri())
     page.choose(stage="airline", step="3", outcome="some solved")
     assert page.shows("airline", 3, "airline", "airline-3-1")
     spans_of = "[...card.querySelectorAll('.sampled .text span')]"
@@ -210,7 +146,7 @@ def test_tokens_are_coloured_by_advantage_or_log_probability_with_a_legend(run_f
 
 
 def test_an_evaluation_has_no_advantage_and_says_so(run_folder, browser):
-    page = Page(browser, run_folder / "report.html")
+    page = Page(browser, (run_folder / "report.html").as_uri())
     page.choose(stage="evaluation-warm_start", domain="telecom")
     assert page.shows("evaluation-warm_start", 0, "telecom", "telecom-0-0")
     assert page.texts("#legend")[0].startswith("An evaluation has no advantages")
@@ -218,7 +154,7 @@ def test_an_evaluation_has_no_advantage_and_says_so(run_folder, browser):
 
 def test_the_address_names_the_group(run_folder, browser):
     fragment = "#episodes?stage=retail&step=11&domain=retail&task=retail-11-2&tokens=logprob"
-    page = Page(browser, run_folder / "report.html", fragment)
+    page = Page(browser, (run_folder / "report.html").as_uri(), fragment)
     assert page.shows("retail", 11, "retail", "retail-11-2")
     assert page.script("return document.querySelector('#modes input:checked').value") == "logprob"
     page.choose(task="retail-13-1")
@@ -228,7 +164,7 @@ def test_the_address_names_the_group(run_folder, browser):
 
 
 def test_what_a_model_wrote_is_text_and_never_runs(run_folder, browser):
-    page = Page(browser, run_folder / "report.html")
+    page = Page(browser, (run_folder / "report.html").as_uri())
     page.choose(stage="telecom")
     page.wait(lambda: any("stolen" in text for text in page.texts("article .text")))
     assert page.script("return document.querySelectorAll('#group img, #group script').length") == 0
@@ -259,7 +195,7 @@ def turned_folder(tmp_path_factory):
 
 
 def test_text_of_the_other_direction_moves_nothing_beside_it(turned_folder, browser):
-    page = Page(browser, turned_folder / "report.html")
+    page = Page(browser, (turned_folder / "report.html").as_uri())
     seen = page.script("return document.body.innerText") + "".join(page.texts("option, h1, title"))
     assert not re.search("[\u202a-\u202e\u2066\u2067\x1b]", seen)
     shown = "אבג 12\\u202e34\\u2066 \\u001b[2J"
@@ -284,7 +220,7 @@ def test_the_files_of_a_report_hold_no_control_characters(turned_folder):
 
 
 def test_what_the_template_writes_by_itself_stands_before_the_request(turned_folder, browser):
-    page = Page(browser, turned_folder / "report.html")
+    page = Page(browser, (turned_folder / "report.html").as_uri())
     roles, texts = page.texts("#group .shared .role"), page.texts("#group .shared .text")
     assert roles[0] == "system, by the chat template"
     assert texts[0].startswith("You are אבג")
@@ -297,7 +233,7 @@ def test_a_phone_needs_not_scroll_sideways_and_has_the_colours_that_it_asks_for(
     browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", screen)
     features = [{"name": "prefers-color-scheme", "value": "dark"}]
     browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})
-    page = Page(browser, run_folder / "report.html")
+    page = Page(browser, (run_folder / "report.html").as_uri())
     width = page.script("return document.documentElement.scrollWidth")
     hints = page.script(
         "return [...document.querySelectorAll('.scroll')].map(box => "

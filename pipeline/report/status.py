@@ -138,7 +138,7 @@ def place_of(status: Status) -> str:
     words = f"{status.state}{status.why and f' ({status.why})'}: {status.stage}"
     if status.num_steps:
         words += f", step {status.step} of {status.num_steps}"
-    if status.left_s is not None:
+    if status.left_s:
         words += f", about {in_words(status.left_s)} left in GRPO's steps"
     return words
 
@@ -163,10 +163,10 @@ def domains_of(status: Status) -> list[list[str]]:
 def ranks_of(status: Status) -> list[list[str]]:
     """Return a table of what each rank does."""
     rows = [
-        [str(r["rank"]), r["host"], r["phase"], r["waits_for"] or "-", f"{r['idle_s']:.0f} s"]
+        [str(r["rank"]), r["phase"], r["waits_for"] or "-", f"{r['idle_s']:.0f} s", r["host"]]
         for r in status.ranks
     ]
-    return [["rank", "host", "phase", "waits for", "quiet"], *rows]
+    return [["rank", "phase", "waits for", "quiet", "host"], *rows]
 
 
 def in_lines(status: Status) -> Iterator[str]:

@@ -1,0 +1,191 @@
+"""The page of a run that goes on, in a real browser, and the lines of `status`."""
+
+import json
+import shutil
+import threading
+import time
+from contextlib import contextmanager
+from urllib.error import HTTPError
+from urllib.request import Request, urlopen
+
+import pytest
+
+from pipeline.errors import UserError
+from pipeline.files.layout import METRICS, RANKS
+from pipeline.report import status, watch
+from pipeline.tracking.run_files import load_run
+from tests.support.browser import Page
+from tests.support.report_runs import (  # noqa: F401
+    THREE,
+    episode,
+    make_run,
+    matplotlib_home,
+    write_step,
+)
+
+EVIL = "</script><script>window.stolen = 1</script><img src=x onerror='window.stolen = 2'>"
+
+
+def post_ranks(folder, phases=("sample airline step 2",), age_s=0.0, **more):
+    """Where the ranks are, as rank 0 of a run writes it."""
+    ranks = [
+        {"rank": rank, "host": EVIL, "phase": phase, "waits_for": "", "idle_s": 1.0}
+        for rank, phase in enumerate(phases)
+    ]
+    posted = {"time": time.time() - age_s, "is_over": False, "why": "", "ranks": ranks}
+    (folder / RANKS).write_text(json.dumps({**posted, **more}))
+
+
+def write_episodes(folder, step):
+    both = [episode("airline", f"task-{step}", trial, float(trial)) for trial in range(2)]
+    both[0]["messages"][3]["content"] = EVIL
+    write_step(folder, "airline", step, both)
+
+
+@pytest.fixture
+def run_folder(tmp_path):
+    folder = make_run(tmp_path / "a <b>run", THREE)
+    write_episodes(folder, 1)
+    post_ranks(folder)
+    return folder
+
+
+@contextmanager
+def served(folder, host="127.0.0.1"):
+    """The address of a page."""
+    server = watch.serve(folder, host, 0)
+    with server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.05,))
+        thread.start()
+        yield server.address
+        server.shutdown()
+        thread.join()
+
+
+def answer(address, **headers):
+    try:
+        with urlopen(Request(address, headers=headers), timeout=30) as found:
+            return found.status, found.read().decode()
+    except HTTPError as error:
+        return error.code, error.read().decode()
+
+
+def test_the_page_follows_a_run_that_goes_on_and_then_is_gone(run_folder, browser):
+    with served(run_folder) as address:
+        page = Page(browser, address)
+        assert page.shows("airline", 1, "airline", "task-1")
+        assert "running: telecom, step 30 of 30" in page.texts("#now")[0]
+        assert EVIL in page.texts("#now")[0]
+        page.wait(lambda: page.script("return !!document.querySelector('#curves svg')"))
+
+        write_episodes(run_folder, 2)
+        post_ranks(run_folder, ["update airline step 2", "wait"])
+        with (run_folder / METRICS).open("a") as file:
+            file.write('{"kind": "train", "stage": "telecom", "step": 31, "reward/airline": 0.5}\n')
+        assert page.shows("airline", 2, "airline", "task-2"), "the newest, unasked"
+        page.wait(lambda: "update airline step 2" in page.texts("#now")[0])
+
+        page.choose(step="1")
+        assert page.shows("airline", 1, "airline", "task-1")
+        write_episodes(run_folder, 3)
+        with (run_folder / METRICS).open("a") as file:
+            file.write('{"kind": "train", "stage": "telecom", "step": 32, "reward/airline": 0.5}\n')
+        page.wait(lambda: "3" in page.offered("step"))
+        assert page.shows("airline", 1, "airline", "task-1"), "what was chosen stays"
+
+        post_ranks(run_folder, age_s=status.STALE_S + 1)
+        page.wait(lambda: "finished: telecom" in page.texts("#now")[0])
+        shutil.rmtree(run_folder)
+        page.wait(lambda: "no longer renewed" in page.texts("#now")[0])
+        assert page.shows("airline", 1, "airline", "task-1")
+        assert page.script("return window.stolen") is None
+        assert page.complaints() == []
+    page.wait(lambda: "does not answer" in page.texts("#live")[0])
+
+
+def test_a_phone_sees_the_page_without_scrolling_sideways_in_its_colours(run_folder, browser):
+    screen = {"width": 390, "height": 800, "deviceScaleFactor": 1, "mobile": True}
+    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", screen)
+    colours = []
+    with served(run_folder) as address:
+        for scheme in ("light", "dark"):
+            wanted = [{"name": "prefers-color-scheme", "value": scheme}]
+            browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": wanted})
+            page = Page(browser, address)
+            colours.append(page.script("return getComputedStyle(document.body).backgroundColor"))
+            width = page.script("return document.documentElement.scrollWidth")
+            assert width <= 390
+    browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+    assert colours == ["rgb(255, 255, 255)", "rgb(20, 23, 26)"]
+
+
+def test_the_server_reads_alone_and_answers_only_its_own_machine_or_who_has_the_token(run_folder):
+    before = {path: path.stat().st_mtime_ns for path in run_folder.rglob("*")}
+    with served(run_folder) as address:
+        code, page = answer(address)
+        assert code == 200
+        assert "connect-src &#39;self&#39;" in page or "connect-src 'self'" in page
+        found = json.loads(answer(f"{address}now")[1])
+        assert found["version"] >= 1
+        assert "<section" in found["html"]
+        assert answer(f"{address}config.yaml")[0] == 404
+        assert answer(f"{address}../config.yaml")[0] == 404
+        assert answer(address, Host="another.example")[0] == 403, "a name that leads here"
+        assert answer(address, Host="localhost:1")[0] == 200, "an SSH tunnel"
+        port = int(address.rstrip("/").rpartition(":")[2])
+        with pytest.raises(UserError, match=rf"^watch: got port {port} on 127.0.0.1 \(.*in use\)"):
+            watch.serve(run_folder, "127.0.0.1", port)
+    with served(run_folder, "0.0.0.0") as address:
+        whole = address.replace("0.0.0.0", "127.0.0.1")
+        assert "?token=" in whole
+        assert answer(whole)[0] == 200
+        assert answer(whole[:-1] + "!")[0] == 403
+        assert answer(whole.partition("?")[0])[0] == 403
+    assert {path: path.stat().st_mtime_ns for path in run_folder.rglob("*")} == before
+    with pytest.raises(UserError, match=r"^report: .*holds no run"):
+        watch.serve(run_folder.parent, "127.0.0.1", 0)
+
+
+@pytest.mark.parametrize(
+    ("age_s", "more", "is_whole", "expected"),
+    [
+        (0, {}, False, "running: telecom, step 30 of 40, about 20 s left in GRPO's steps"),
+        (60, {}, False, "killed: telecom, step 30 of 40"),
+        (60, {"is_over": True}, True, "finished: telecom, step 30 of 40"),
+        (0, {"is_over": True, "why": "OSError: x"}, False, "ended (OSError: x): telecom, step 30"),
+    ],
+)
+def test_status_says_where_a_run_is(run_folder, capsys, age_s, more, is_whole, expected):
+    settings = run_folder / "config.yaml"
+    settings.write_text(settings.read_text().replace("max_steps: 30", "max_steps: 40"))
+    post_ranks(run_folder, ["sample", "wait"], age_s, **more)
+    if not is_whole:
+        (run_folder / "results.json").unlink()
+    assert status.main([str(run_folder)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith(f"a <b>run: {expected}")
+    assert max(map(len, lines)) <= 80
+    assert len(lines) <= 24
+    assert any("sample" in line for line in lines) == expected.startswith("running")
+
+
+def test_status_of_several_runs_and_as_json(run_folder, capsys):
+    folders = [str(run_folder), str(run_folder)]
+    assert status.main(folders) == 0
+    line, again = capsys.readouterr().out.splitlines()
+    assert line == again
+    assert len(line) <= 80
+    assert "30/30" in line
+    assert status.main([*folders, "--json"]) == 0
+    found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert found[0] == found[1]
+    assert (found[0]["state"], found[0]["step"]) == ("running", 30)
+    assert found[0]["ranks"][0]["phase"] == "sample airline step 2"
+
+
+def test_success_is_the_latest_of_validations_and_evaluations(run_folder):
+    with (run_folder / METRICS).open("a") as file:
+        file.write('{"kind": "validation", "step": 900, "validation/retail/success": 0.125}\n')
+    found = status.status_of(load_run(run_folder)).success
+    assert found["retail"] == 0.125
+    assert set(found) == {*THREE}
