@@ -271,6 +271,7 @@ def open_run(
 
     # The files of the run; only rank 0 has opened the folder.
     if opened is not None:
+        watchdog.run_folder = folder
         evaluated = {evaluation["after"] for evaluation in state.evaluations}
         run_folder.begin(opened, config, ranks.num_ranks, state.step, evaluated)
     log = RunLog(folder, config, is_main=ranks.is_main, state=saved_state if resumed else None)

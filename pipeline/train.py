@@ -8,7 +8,7 @@ import gc
 import json
 import time
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, closing
+from contextlib import AbstractContextManager, closing, nullcontext
 
 from pipeline.before_grpo import before_training, report_start
 from pipeline.checkpoints.checkpoint import full_disk
@@ -37,6 +37,7 @@ from pipeline.files.console import command, may_fail
 from pipeline.grpo.collect import RolloutBatch, collect_rollouts, give_advantages
 from pipeline.grpo.updater import Updater
 from pipeline.models.fitting import fitted
+from pipeline.report.watch import watched
 from pipeline.report.write import final_table, write_report
 from pipeline.run_state import Run, evaluate_held_out, open_run
 from pipeline.tracking import step_metrics
@@ -383,7 +384,9 @@ def main(
             raise fault or error from None
         for line in lines:
             run.say(line)
-        with run.log, closing(run.learner):
+        is_watched = config.run.watch and ranks.is_main
+        page = watched(run.folder) if is_watched else nullcontext()
+        with run.log, closing(run.learner), page:
             try:
                 code = carry_out(run, end)
             except Exception as error:

@@ -81,18 +81,19 @@ def load_optimizer(path: Path, optimizer: torch.optim.Optimizer) -> None:
     """Restore the state of the optimizer from the checkpoint `path`, if the checkpoint has one."""
     cut = optimizer if isinstance(optimizer, ShardedAdamW) else None
     parameters = _parameters(optimizer) if cut is None else cut.whole_parameters
+    saved = optimizer.state_dict()
     if (path / PARTS).is_dir():
-        saved = _read_parts(path / PARTS, parameters)
+        saved["state"] = _read_parts(path / PARTS, parameters)
     elif (path / WHOLE).is_file():
-        saved = torch.load(path / WHOLE, map_location="cpu", weights_only=True)["state"]
+        saved |= torch.load(path / WHOLE, map_location="cpu", weights_only=True)
     else:
         return
-    for number, state in saved.items():
+    for number, state in saved["state"].items():
         for name in MOMENTS:
             state[name] = placed(state[name], parameters[number])
             if cut is not None:
                 state[name] = cut.part(state[name])
-    optimizer.load_state_dict({**optimizer.state_dict(), "state": saved})
+    optimizer.load_state_dict(saved)
 
 
 def _read_parts(

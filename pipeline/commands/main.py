@@ -51,6 +51,10 @@ COMMANDS = {
         "write the report of a run again, or compare runs",
         "pipeline.report.write:main",
     ),
+    "watch": Command(
+        "RUN", "show a run in a browser while it goes on", "pipeline.report.watch:main"
+    ),
+    "status": Command("RUN [RUN ...]", "say where runs are", "pipeline.tracking.status:main"),
     "chat": Command(
         "RUN [FLAGS]", "serve a customer in the terminal", "pipeline.commands.chat:main"
     ),

@@ -337,6 +337,7 @@ class RunSettings(Section):
     deterministic: bool = field(
         False, "equal bits on any number of CPU ranks; on GPUs, only vLLM's draws; slow"
     )
+    watch: bool = field(False, "serve a page on this machine that follows the run")
     profile: list[PositiveInt] = field([], "steps with a torch.profiler trace, or `none`")
     stop_on_dead_domain: bool = field(False, "end the run if a domain learns nothing for 10 steps")
     doctor: bool = field(False, "check ranks, links and machine, then exit")

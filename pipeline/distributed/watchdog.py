@@ -21,6 +21,7 @@ import time
 import traceback
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import IO, Any, Self
 
 import psutil
@@ -29,6 +30,7 @@ from pipeline.distributed import sentinel
 from pipeline.distributed.children import STOPS, call_in_children
 from pipeline.distributed.ranks import CollectiveError, Interrupted, Ranks
 from pipeline.errors import INTERRUPTED, LOST_CONNECTION, EngineError, RunError, UserError
+from pipeline.files.layout import RANKS
 from pipeline.files.untrusted import printable
 
 # Seconds in which a repeated signal is ignored, because terminal and launcher both send SIGINT.
@@ -74,7 +76,8 @@ class Watchdog:
     """A context manager for the main thread: handles signals and finds faults of ranks.
 
     A rank without progress for `timeout_s` is at fault. Set `can_resume` to True when the run has a
-    checkpoint. `advice` is printed after the message about a rank that hangs or has ended.
+    checkpoint. `advice` is printed after the message about a rank that hangs or has ended. Set
+    `run_folder` on rank 0 to let it write there, each second, where each rank is.
     Processes that are forked from this rank close `not_for_children`, and so does the end.
     """
 
@@ -83,6 +86,7 @@ class Watchdog:
         self._timeout_s = timeout_s
         self.can_resume = False
         self.advice = ""
+        self.run_folder: Path | None = None
         self.not_for_children: list[IO[str]] = []
         self._store = ranks.connect_to_store()
         self._own: Heartbeat
@@ -151,6 +155,7 @@ class Watchdog:
             for file in self.not_for_children:
                 file.close()
             self._post_heartbeat(left=True)
+            self._write_ranks(True, f"{type(error).__name__}: {error}" if error else "")
 
     def _blame(self, error: BaseException) -> None:
         self._post_heartbeat()
@@ -200,6 +205,7 @@ class Watchdog:
                 return
             if numbers := [number for number in received if number in STOPS]:
                 self._handle_signal(numbers[0])
+            self._write_ranks()
             try:
                 self._exchange_heartbeats()
                 if not self._fault:
@@ -241,6 +247,19 @@ class Watchdog:
             self._fault = json.loads(fault)
             self._fault_at = time.monotonic()
         self._ranks.stop_wanted |= bool(stop)
+
+    def _write_ranks(self, is_over: bool = False, why: str = "") -> None:
+        """Write where each rank is, for those who watch the run."""
+        if self.run_folder is None:
+            return
+        beats = [self._own, *(self._others[rank] for rank in sorted(self._others))]
+        shown = ("rank", "host", "phase", "waits_for", "idle_s")
+        ranks = [{name: getattr(beat, name) for name in shown} for beat in beats]
+        posted = {"time": time.time(), "is_over": is_over, "why": why, "ranks": ranks}
+        path = self.run_folder / RANKS
+        with suppress(OSError):  # what is watched may be gone or full; the run finds out
+            path.with_name(f".{RANKS}").write_text(json.dumps(posted), encoding="utf-8")
+            path.with_name(f".{RANKS}").replace(path)
 
     def _post_heartbeat(self, left: bool = False) -> None:
         ranks = self._ranks

@@ -36,6 +36,13 @@ def styled(text: str, style: str) -> str:
     return f"\033[{STYLES[style]}m{text}\033[0m"
 
 
+def in_words(seconds: float) -> str:
+    """Return a duration such as `12 s`, `3 min` or `1.5 h`."""
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
+
+
 @contextmanager
 def may_fail(what: str, advice: str) -> Iterator[None]:
     """Print a warning with advice if work after training, such as a report, raises an exception."""

@@ -8,6 +8,7 @@ import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
+from sys import intern
 from typing import Any
 
 from pipeline.errors import UserError
@@ -90,7 +91,7 @@ def read_records(path: Path) -> list[dict[str, Any]]:
             record = json.loads(line)
             if not isinstance(record, dict):
                 raise ValueError
-            records.append(record)
+            records.append({intern(name): value for name, value in record.items()})
         except (ValueError, RecursionError):
             if number < len(lines):
                 what = f"is no record of a run ({shown(line)})"

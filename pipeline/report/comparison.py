@@ -16,7 +16,7 @@ from pipeline.errors import UserError
 from pipeline.evaluation.transfer import differences, summary
 from pipeline.plots.pictures import Configuration
 from pipeline.report.tables import METRICS, number_table
-from pipeline.tracking.run_files import RunData, load_run
+from pipeline.tracking.run_files import RunData, is_finished, load_run
 
 IGNORED = ("run", "tracking")  # sections of settings that do not change what a run learns
 KIND = "curriculum.curriculum"
@@ -45,8 +45,7 @@ def finished(folders: Sequence[Path]) -> tuple[list[RunData], list[RunData]]:
     done: list[RunData] = []
     others: list[RunData] = []
     for run in map(load_run, folders):
-        stages = run.results.get("curriculum", {}).get("stages", ())
-        (done if stages and len(run.points) == len(stages) + 1 else others).append(run)
+        (done if is_finished(run) else others).append(run)
     if not done:
         names = ", ".join(run.folder.name for run in others)
         raise UserError(

@@ -46,12 +46,14 @@ def read_episodes(
     meanings: Mapping[str, Mapping[str, str]] | None = None,
     max_episodes: int = MAX_EPISODES,
     max_characters: int = MAX_CHARACTERS,
+    files: Mapping[Step, Sequence[Path]] | None = None,
 ) -> Reader:
     """Return at most `max_episodes` episodes, in at most `max_characters` characters altogether.
 
+    The episodes are those of `files` (default: of all files of transcripts in the folder).
     `meanings` explains the parts of the reward: {domain: {part: text}}.
     """
-    files = transcripts_in(folder)
+    files = transcripts_in(folder) if files is None else files
     tasks = {path: _tasks_in(path) for paths in files.values() for path in paths}
     sizes = Counter((step, task) for step, of in files.items() for p in of for task in tasks[p])
     tokenizers = folder.glob("checkpoints/*/tokenizer.json")

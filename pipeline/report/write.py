@@ -94,19 +94,37 @@ def write_files(
     drawing.save(figures, path.parent)
     text = printable(render(template, drawn=figures, **data))  # no control characters
     path.with_suffix(".md").write_text(text, encoding="utf-8")
-    made = environment(autoescape=True)
-    made.filters["rich"] = rich
+    page = page_of(data["title"], sections_of(text), figures, reader)
+    path.with_suffix(".html").write_text(page, encoding="utf-8")
+
+
+def page_of(
+    title: str,
+    sections: Sequence[Mapping[str, Any]],
+    figures: Mapping[str, Any],
+    reader: Reader | None = None,
+    version: int = 0,
+) -> str:
+    """Return the HTML page; with a `version`, its script asks the page's server for changes."""
     style, script = ((TEMPLATES / name).read_text("utf-8") for name in ("page.css", "page.js"))
-    page = made.get_template("page.html").render(
-        title=printable(data["title"]),
-        sections=sections_of(text),
+    return html_of(
+        "page.html",
+        title=printable(title),
+        sections=sections,
         svgs={name: Markup(drawing.inline_svg(figure, name)) for name, figure in figures.items()},
         reader=reader if reader and reader.chunks else None,
         style=Markup(style),
         script=Markup(script),
         digest=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
+        version=version,
     )
-    path.with_suffix(".html").write_text(page, encoding="utf-8")
+
+
+def html_of(template: str, **data: Any) -> str:
+    """Render an HTML template, which escapes all texts."""
+    made = environment(autoescape=True)
+    made.filters["rich"] = rich
+    return made.get_template(template).render(**data)
 
 
 def final_table(results: Mapping[str, Any]) -> str:

@@ -15,7 +15,7 @@ from pipeline.checkpoints.run_folder import Opened
 from pipeline.config.settings import Config
 from pipeline.data.curriculum import Stage
 from pipeline.distributed.ranks import Ranks
-from pipeline.files.console import say
+from pipeline.files.console import in_words, say
 
 RECENT_STEPS = 20  # number of steps whose median duration gives the time left
 
@@ -89,19 +89,13 @@ class StageProgress(AbstractContextManager["StageProgress"]):
             return ""
         left = max(0, self._num_steps - self._done)
         pace = median(self._seconds)
-        texts = [f"{_duration(left * pace)} left"] if left else []
+        texts = [f"{in_words(left * pace)} left"] if left else []
         if self._num_later:
-            texts.append(f"{_duration((left + self._num_later) * pace)} left in all stages")
+            texts.append(f"{in_words((left + self._num_later) * pace)} left in all stages")
         return f"{pace:.2g} s per step, about {', '.join(texts)}" if texts else ""
 
     def __exit__(self, *exception: object) -> None:
         self._bar.close()
-
-
-def _duration(seconds: float) -> str:
-    if seconds < 90:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
 
 
 @contextmanager

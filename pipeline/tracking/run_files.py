@@ -96,6 +96,12 @@ def load_run(folder: Path) -> RunData:
     )
 
 
+def is_finished(run: RunData) -> bool:
+    """Return whether a run was evaluated after each of its stages; without stages, False."""
+    stages = run.results.get("curriculum", {}).get("stages", ())
+    return bool(stages) and len(run.points) == len(stages) + 1
+
+
 def read_metrics(folder: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Return the lines of `metrics.jsonl` and of `timings.jsonl`."""
     return read_records(folder / METRICS), read_records(folder / TIMINGS)

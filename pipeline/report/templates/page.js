@@ -46,11 +46,16 @@ const NAMES = Object.keys(FILTERS);
 // Which choices make way, first to last, where nothing has all of them.
 const GIVEN_UP = ["task", "step", "family", "domain", "episode", "outcome", "stage"];
 
-for (const box of document.querySelectorAll(".scroll")) {
-  const mark = () => box.classList.toggle("cut", box.scrollLeft + box.clientWidth < box.scrollWidth - 1);
-  box.addEventListener("scroll", mark);
-  new ResizeObserver(mark).observe(box);
+function markCut(root) {
+  for (const box of root.querySelectorAll(".scroll")) {
+    const mark = () => box.classList.toggle("cut", box.scrollLeft + box.clientWidth < box.scrollWidth - 1);
+    box.addEventListener("scroll", mark);
+    new ResizeObserver(mark).observe(box);
+  }
 }
+
+markCut(document);
+const isLive = document.body.classList.contains("live");
 
 let successThreshold = 1; // the reward from which an episode is solved
 let meanings = {}; // domain -> meaning of each part of the reward
@@ -84,6 +89,7 @@ class Reader {
     this.chunks = new Map();
     this.chosen = Object.fromEntries(NAMES.map((name) => [name, ANY]));
     this.current = null;
+    this.follows = isLive; // the newest group, until the reader chooses one
     for (const name of NAMES) {
       byId(name).addEventListener("change", (event) => this.choose(name, event.target.value));
     }
@@ -104,6 +110,7 @@ class Reader {
   }
 
   choose(name, value) {
+    this.follows = false;
     this.chosen[name] = value;
     for (const other of GIVEN_UP.filter((other) => other !== name)) {
       if (this.matching().length) break;
@@ -121,6 +128,7 @@ class Reader {
   }
 
   move(by) {
+    this.follows = false;
     const found = this.matching();
     this.show(found[found.indexOf(this.current) + by]);
   }
@@ -160,11 +168,28 @@ class Reader {
       ["stage", "step", "domain", "task"].every((name) => String(group[name]) === wanted.get(name)));
     const mode = document.querySelector(`#modes input[value="${CSS.escape(wanted.get("tokens") ?? "")}"]`);
     if (mode) mode.checked = true;
-    const isTraining = (group) => !group.stage.startsWith("evaluation-");
-    const telling = this.groups.find((group) => isTraining(group) && group.outcome === "some solved");
     this.fill();
-    if (named || !this.current) this.show(named ?? telling ?? this.groups[0]);
+    if (named) this.follows = false;
+    if (named || !this.current) this.show(named ?? this.telling());
     if (named && isFirst) byId("episodes").scrollIntoView();
+  }
+
+  // A group of training with good and bad episodes: the first, or the newest of a run that goes on.
+  telling() {
+    const isTelling = (group) => !group.stage.startsWith("evaluation-") && group.outcome === "some solved";
+    const found = this.groups.filter(isTelling);
+    return isLive ? found.at(-1) ?? this.groups.at(-1) : found[0] ?? this.groups[0];
+  }
+
+  // The page has another index and other chunks.
+  renew() {
+    const key = ({ stage, step, domain, task }) => JSON.stringify([stage, step, domain, task]);
+    const before = this.current && key(this.current);
+    this.groups = readIndex();
+    this.chunks.clear();
+    this.fill();
+    const kept = this.follows ? null : this.groups.find((group) => key(group) === before);
+    this.show(kept ?? this.telling());
   }
 
   async chunk(number) {
@@ -378,4 +403,49 @@ function scaleOf(low, colours, high) {
   return whole;
 }
 
-if (byId("index")) new Reader();
+// The page of a run that goes on, served by `watch`.
+class Live {
+  constructor() {
+    this.reader = byId("index") ? new Reader() : null;
+    this.version = Number(document.body.dataset.version);
+    this.ask();
+  }
+
+  async ask() {
+    try {
+      const { version, html } = await (await fetch(`now${location.search}`)).json();
+      byId("now").replaceWith(this.parsed(html).querySelector("section"));
+      markCut(byId("now"));
+      if (version !== this.version) await this.renew();
+      this.version = version;
+      byId("live").textContent = "";
+    } catch {
+      byId("live").textContent = "The page's server does not answer; what is shown is old.";
+    }
+    setTimeout(() => this.ask(), 2000);
+  }
+
+  parsed(html) {
+    return new DOMParser().parseFromString(html, "text/html");
+  }
+
+  // All but the reader, which keeps what was chosen.
+  async renew() {
+    const page = this.parsed(await (await fetch(`./${location.search}`)).text());
+    const episodes = page.getElementById("episodes");
+    if (this.reader && episodes) episodes.replaceWith(byId("episodes"));
+    const top = scrollY;
+    document.querySelector("nav").replaceWith(page.querySelector("nav"));
+    document.querySelector("main").replaceWith(page.querySelector("main"));
+    for (const old of document.querySelectorAll("body > script[type]")) old.remove();
+    document.body.append(...page.querySelectorAll("body > script[type]"));
+    markCut(document.querySelector("main"));
+    scrollTo(0, top);
+    if (!byId("index")) return;
+    if (this.reader) this.reader.renew();
+    else this.reader = new Reader();
+  }
+}
+
+if (isLive) new Live();
+else if (byId("index")) new Reader();
