@@ -47,6 +47,8 @@ VARIABLES = {  # environment variables besides those of run_ddp.sh
     "`PET_NNODES`, `PET_NODE_RANK`": "number of machines, and which of them this is, from 0",
     "`PET_MASTER_ADDR`, `PET_MASTER_PORT`": "machine 0, as the others reach it; port: 29500",
     "`OMP_NUM_THREADS`": "threads per rank on CPU; default: cores divided by ranks",
+    "`GLOO_SOCKET_IFNAME`, `NCCL_SOCKET_IFNAME`": "network interface of ranks: [NCCL](nccl.md)",
+    "`NCCL_DEBUG=INFO`": "NCCL prints the interfaces and transports that it takes",
     "`TORCH_ELASTIC_SHUTDOWN_TIMEOUT`": "seconds from SIGTERM to SIGKILL; default: 20",
     "`HF_TOKEN`": "access to private models and datasets of the hub",
     "`HF_HUB_OFFLINE=1`": "use only models and datasets that are already on this machine",
