@@ -12,7 +12,7 @@ from pydantic_core import to_jsonable_python
 
 from pipeline.chat.template import Chat
 from pipeline.config.cli import Parser, seed_of
-from pipeline.config.settings import Config, RolloutSettings
+from pipeline.config.settings import RolloutSettings
 from pipeline.customers import Customers, served_domains
 from pipeline.data.rng import generator, stream_key
 from pipeline.data.tasks import Message, Task
@@ -23,11 +23,12 @@ from pipeline.environments.tools import reply_of
 from pipeline.errors import UserError
 from pipeline.export.checkpoint import RunCheckpoint, open_checkpoint
 from pipeline.files.console import command, styled
+from pipeline.files.layout import is_toy
 from pipeline.files.untrusted import printable, shown
 from pipeline.models.layers import fix_rotary
 from pipeline.models.loading import load_folder, load_tokenizer, on_gpu, uses_bf16
 from pipeline.preflight.prepare import long_prompts, needs_of
-from pipeline.preflight.task_sets import task_sets
+from pipeline.preflight.task_sets import TaskSets, task_sets
 from pipeline.rollout.rewards import load_reward_functions
 from pipeline.rollout.rollout import Rollout, RolloutRequest, SamplerPolicy
 from pipeline.rollout.sampler import make_sampler
@@ -35,6 +36,7 @@ from pipeline.rollout.trajectory import Trajectory
 
 NO_DEADLINE_S = 1e6  # a person may think for long
 MOST_LINES = 25  # largest number of shown lines of rules, or of the database
+NUM_EXAMPLES = 3  # of requests, for a person
 INDENT = 10  # characters of the first column
 STYLES = {"customer": "bold", "agent": "cyan"}  # other lines are dim
 PLAIN = (BaseModel, Mapping, str, bool, int, float, list, tuple, set)
@@ -63,7 +65,8 @@ def main(argv: list[str]) -> int:
     seed = config.run.seed if options.seed is None else options.seed
     domain = load_domains(config)[name]
     chat = chat_of(checkpoint, domain)
-    task = find_task(config, domain, options.task, seed, chat)
+    sets = task_sets(config, domain, long_prompts(config, domain, chat))
+    task = find_task(sets, domain, options.task, seed)
     how = "greedy" if options.greedy else f"sampled at temperature {config.rollout.temperature:g}"
     tell("model", f"{checkpoint}; {how}, seed {seed}")
     tell("domain", f"{name}, of {', '.join(names)}")
@@ -72,6 +75,12 @@ def main(argv: list[str]) -> int:
     limits = config.rollout
     hooks: dict[str, Any] = {"reply": terminal.reply, "watch": terminal.watch}
     if options.human:
+        count = min(NUM_EXAMPLES, len(sets.held_out))
+        others = generator(seed, "examples", name).sample(range(len(sets.held_out)), count)
+        requests = [sets.held_out[i].prompt[-1]["content"] for i in others]
+        tell("examples", [str(request).strip() for request in requests if request])
+        if is_toy(config.model.model):
+            tell("note", "a model as small as this one answers only such requests; else, noise")
         limits = limits.model_copy(update={"call_timeout": NO_DEADLINE_S, "rollout_timeout": None})
     elif served_domains(config, {name: domain}, {name: [task]}):
         tell("customer", config.customer.in_words)
@@ -93,12 +102,11 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def find_task(config: Config, domain: Domain, task_id: str | None, seed: int, chat: Chat) -> Task:
+def find_task(sets: TaskSets, domain: Domain, task_id: str | None, seed: int) -> Task:
     """Return the task with this id, or a held-out task that the seed chooses.
 
-    `chat` finds the tasks that the run left out as too long. Raises UserError for an unknown id.
+    Raises UserError for an unknown id.
     """
-    sets = task_sets(config, domain, long_prompts(config, domain, chat))
     if task_id is None:
         return generator(seed, "chat", domain.name).choice(sets.held_out)
     for tasks in (sets.held_out, sets.validation, sets.train):

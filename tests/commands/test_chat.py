@@ -65,6 +65,15 @@ def test_a_dataset_without_tools_is_served_too(run, capsys):
     assert "tools" not in shown and "database" not in shown
 
 
+def test_a_person_sees_requests_of_the_domain_and_what_a_tiny_model_can(run, capsys, monkeypatch):
+    monkeypatch.setattr("sys.stdin", io.StringIO("hello\n"))
+    assert main([run, "--human"]) == 0
+    shown = capsys.readouterr().out
+    examples = re.search(r"\nexamples((?: +\d+ \+ 1\n)+)", shown)[1].split("\n")[:-1]
+    assert len({*examples}) == len(examples) >= 2
+    says(shown, "note      a model as small as this one answers only such requests")
+
+
 def test_a_language_model_is_the_customer_of_a_task_with_a_scenario(run, capsys, monkeypatch):
     rows = [{"prompt": "", "answer": "20", "scenario": f"You are {n}."} for n in range(20)]
     Path("sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
