@@ -79,7 +79,7 @@ def main(argv: list[str]) -> int:
         others = generator(seed, "examples", name).sample(range(len(sets.held_out)), count)
         requests = [sets.held_out[i].prompt[-1]["content"] for i in others]
         tell("examples", [str(request).strip() for request in requests if request])
-        if is_toy(config.model.model):
+        if is_toy(str(checkpoint.path)):
             tell("note", "a model as small as this one answers only such requests; else, noise")
         limits = limits.model_copy(update={"call_timeout": NO_DEADLINE_S, "rollout_timeout": None})
     elif served_domains(config, {name: domain}, {name: [task]}):
