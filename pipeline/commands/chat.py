@@ -2,7 +2,8 @@
 
 import json
 import sys
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from pipeline.models.layers import fix_rotary
 from pipeline.models.loading import load_folder, load_tokenizer, on_gpu, uses_bf16
 from pipeline.preflight.prepare import long_prompts, needs_of
 from pipeline.preflight.task_sets import TaskSets, task_sets
+from pipeline.report.chat_page import ChatPage
 from pipeline.rollout.rewards import load_reward_functions
 from pipeline.rollout.rollout import Rollout, RolloutRequest, SamplerPolicy
 from pipeline.rollout.sampler import make_sampler
@@ -37,6 +39,7 @@ from pipeline.rollout.trajectory import Trajectory
 NO_DEADLINE_S = 1e6  # a person may think for long
 MOST_LINES = 25  # largest number of shown lines of rules, or of the database
 NUM_EXAMPLES = 3  # of requests, for a person
+APART = ("request", "ended")  # names of lines after an empty line
 INDENT = 10  # characters of the first column
 STYLES = {"customer": "bold", "agent": "cyan"}  # other lines are dim
 PLAIN = (BaseModel, Mapping, str, bool, int, float, list, tuple, set)
@@ -55,6 +58,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--seed", type=seed_of, metavar="N", help=about)
     about = "name of a checkpoint, latest, or best (of --keep-best) [latest]"
     parser.add_argument("--checkpoint", default="latest", metavar="NAME", help=about)
+    parser.add_argument("--web", action="store_true", help="serve the conversation as a page")
     options = parser.parse_args(argv)
     checkpoint = open_checkpoint(options.run, options.checkpoint)
     config = checkpoint.config
@@ -67,13 +71,18 @@ def main(argv: list[str]) -> int:
     chat = chat_of(checkpoint, domain)
     sets = task_sets(config, domain, long_prompts(config, domain, chat))
     task = find_task(sets, domain, options.task, seed)
+    tell, typed = tell_terminal, type_in_terminal
+    if options.web:
+        page = ChatPage(f"{name} of {options.run.resolve().name}", options.human)
+        print(f"chat in a browser: {page.address} (Ctrl-C ends it)", flush=True)
+        tell, typed = page.tell, page.typed
     how = "greedy" if options.greedy else f"sampled at temperature {config.rollout.temperature:g}"
     tell("model", f"{checkpoint}; {how}, seed {seed}")
     tell("domain", f"{name}, of {', '.join(names)}")
     tell("task", f"{task.id} {task.family}".rstrip())
-    terminal = Terminal(options.human, chat)
+    conversation = Conversation(options.human, chat, tell, typed)
     limits = config.rollout
-    hooks: dict[str, Any] = {"reply": terminal.reply, "watch": terminal.watch}
+    hooks: dict[str, Any] = {"reply": conversation.reply, "watch": conversation.watch}
     if options.human:
         count = min(NUM_EXAMPLES, len(sets.held_out))
         others = generator(seed, "examples", name).sample(range(len(sets.held_out)), count)
@@ -96,9 +105,13 @@ def main(argv: list[str]) -> int:
     key = stream_key(seed, "evaluation", *task.key, 0)
     try:
         (trajectory,) = rollout([RolloutRequest(task=task, trial=0, key=key)], options.greedy)
-        terminal.tell_end(trajectory)
+        conversation.tell_end(trajectory)
     except (KeyboardInterrupt, EOFError):
         print("\nended before the conversation did")
+        return 0
+    if options.web:
+        print("the conversation is over; its page stays until Ctrl-C", flush=True)
+        threading.Event().wait()
     return 0
 
 
@@ -144,12 +157,23 @@ def load_rollout(
     return Rollout(policy, chat, environments, limits, rewards=rewards, **hooks)
 
 
-class Terminal:
-    """Prints a conversation and its outcome. With `is_human`, a person types as the customer."""
+class Conversation:
+    """Shows a conversation and its outcome. With `is_human`, a person types as the customer.
 
-    def __init__(self, is_human: bool, chat: Chat) -> None:
+    `tell` shows a text or lines beside a name; `typed` waits for what the person types.
+    """
+
+    def __init__(
+        self,
+        is_human: bool,
+        chat: Chat,
+        tell: Callable[[str, str | Sequence[str]], None],
+        typed: Callable[[], str],
+    ) -> None:
         self.is_human = is_human
         self.chat = chat
+        self.tell = tell
+        self.typed = typed
         self.environment: Any = None
         self.before: dict[str, str] = {}  # the database before the first message of the model
 
@@ -163,17 +187,16 @@ class Terminal:
         *rules, request = messages
         schemas = tool_schemas(type(environment))
         if messages[0]["role"] != "system":
-            tell("template", self.chat.preface)
+            self.tell("template", self.chat.preface)
         for message in rules:
-            tell("rules", message["content"])
-        tell("tools", [_signature(schema["function"]) for schema in schemas])
-        tell("database", _rows(self.before))
-        print()
+            self.tell("rules", message["content"])
+        self.tell("tools", [_signature(schema["function"]) for schema in schemas])
+        self.tell("database", _rows(self.before))
         if self.is_human:
-            print(styled(f"The task's request, which Enter sends: {request['content']}", "dim"))
-            request["content"] = _typed() or request["content"]
+            self.tell("request", f"{request['content']} (the task's own: an empty line sends it)")
+            request["content"] = self.typed() or request["content"]
         else:
-            tell("customer", request["content"])
+            self.tell("customer", request["content"])
 
     def watch(self, environment: Any, messages: Sequence[Message]) -> None:
         """Print new messages; the first ones are the prompt, whose request a person may change."""
@@ -185,33 +208,32 @@ class Terminal:
             calls = [_call(call["function"]) for call in message.get("tool_calls") or ()]
             if role != "user" or not self.is_human:
                 lines = [message["content"], *calls] if message["content"] else calls
-                tell(names.get(role, "tool"), lines or [""])
+                self.tell(names.get(role, "tool"), lines or [""])
 
     def reply(self, environment: Any, message: str) -> Any:
         if not self.is_human:
             return reply_of(environment, message)
         try:
-            return _typed() or None
+            return self.typed() or None
         except EOFError:
             return None
 
     def tell_end(self, trajectory: Trajectory) -> None:
         """Print how the episode ended, what it changed in the database, and its reward."""
-        print()
         counts = f"{trajectory.num_turns} message(s) of the agent, {trajectory.num_tokens} tokens"
-        tell("ended", f"{trajectory.stop_reason}, {counts}")
-        tell("error", trajectory.error)
+        self.tell("ended", f"{trajectory.stop_reason}, {counts}")
+        self.tell("error", trajectory.error)
         if before := self.before:
             now = state_of(self.environment)
             paths = [path for path in {**before, **now} if before.get(path) != now.get(path)]
             lines = [f"{path}: {before.get(path, '-')} -> {now.get(path, '-')}" for path in paths]
-            tell("changed", lines or "nothing")
+            self.tell("changed", lines or "nothing")
         parts = trajectory.rewards or trajectory.reward_breakdown
         told = ", ".join(f"{name} {value:g}" for name, value in parts.items() if value is not None)
         goal = " for the task's own goal" if self.is_human else ""
-        tell("reward", f"{trajectory.reward:g}{goal}{f' ({told})' if told else ''}")
+        self.tell("reward", f"{trajectory.reward:g}{goal}{f' ({told})' if told else ''}")
         wrong = trajectory.difference.items()
-        tell("expected", [f"{name}: {right}, found {found}" for name, (found, right) in wrong])
+        self.tell("expected", [f"{name}: {right}, found {found}" for name, (found, right) in wrong])
 
 
 def state_of(environment: Any) -> dict[str, str]:
@@ -257,7 +279,7 @@ def _call(function: Mapping[str, Any]) -> str:
     return f"{function['name']}({', '.join(texts)})"
 
 
-def _typed() -> str:
+def type_in_terminal() -> str:
     """Return a line that a person types; raises EOFError at the end of the input."""
     text = input(styled("customer".ljust(INDENT), "bold"))
     if not sys.stdin.isatty():
@@ -265,11 +287,13 @@ def _typed() -> str:
     return text.strip()
 
 
-def tell(name: str, content: str | Sequence[str]) -> None:
+def tell_terminal(name: str, content: str | Sequence[str]) -> None:
     """Print a text or lines beside a name in the first column; print nothing for no lines."""
     lines = content.splitlines() if isinstance(content, str) else list(content)
     if len(lines) > MOST_LINES:
         lines[MOST_LINES:] = [f"... and {len(lines) - MOST_LINES} lines more"]
+    if name in APART:
+        print()
     for number, line in enumerate(lines):
         heading = (name if number == 0 else "").ljust(INDENT)
         print(styled(f"{heading}{printable(line)}", STYLES.get(name, "dim")), flush=True)

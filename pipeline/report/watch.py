@@ -7,10 +7,8 @@ reaches the page; with another host, the address has a token.
 """
 
 import argparse
-import hmac
 import json
 import os
-import secrets
 import subprocess
 import sys
 import threading
@@ -18,12 +16,10 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import compress
 from operator import not_
 from pathlib import Path
 from typing import Any
-from urllib.parse import parse_qs, urlsplit
 
 from pipeline.errors import UserError
 from pipeline.files.console import command
@@ -32,12 +28,11 @@ from pipeline.files.untrusted import printable
 from pipeline.plots import drawing, pictures
 from pipeline.report import status as of_run
 from pipeline.report.reader_data import read_episodes
+from pipeline.report.server import HERE, PORT, Handler, server_of
 from pipeline.report.tables import data_of
 from pipeline.report.write import TEMPLATES, html_of, page_of, render, sections_of, svgs_of
 from pipeline.tracking.run_files import RunData, load_run, transcripts_in
 
-PORT = 8765
-HERE = ("127.0.0.1", "localhost", "::1")
 NEWEST = 4  # steps and evaluations whose episodes the page has
 MOST_POINTS = 300  # steps in a picture: browsers and matplotlib are slow with thousands
 MAX_EPISODES = 1_000
@@ -59,6 +54,7 @@ class LivePage:
         self._svgs: dict[str, Any] = {}
         self._status: of_run.Status
         self._trouble = ""
+        self.is_over = threading.Event()  # ends `follow`
         self.version = 0
         self.html = ""
         self._make(load_run(folder))
@@ -108,13 +104,13 @@ class LivePage:
         return sections_of(printable(text))
 
     def follow(self) -> None:
-        """Make the page again when files have changed, until the process ends.
+        """Make the page again when files have changed, until `is_over`.
 
         Pictures, which take seconds, are drawn again after ten times as long.
         """
         drawn_of = list[tuple[float, int]]()
         next_picture = 0.0
-        while True:
+        while not self.is_over.wait(PAUSE_S):
             try:
                 seen = self._seen()
                 is_due = seen != drawn_of and time.monotonic() >= next_picture
@@ -130,7 +126,6 @@ class LivePage:
                 self._trouble = ""
             except (OSError, UserError) as error:  # the folder may be gone, or half copied
                 self._trouble = str(error)
-            time.sleep(PAUSE_S)
 
 
 def _curves(sections: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -143,69 +138,29 @@ def _curves(sections: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return {"title": "Curves", "anchor": "curves", "blocks": curves}
 
 
-class Handler(BaseHTTPRequestHandler):
-    """Answers `/` (the page) and `/now` (JSON: `version`, and the section about now as HTML)."""
+def serve(folder: Path, host: str, port: int | None) -> Any:
+    """Return the server of a run's page, which its thread `follower` makes again.
 
-    page: LivePage
-    token = ""
-
-    def do_GET(self) -> None:
-        asked = urlsplit(self.path)
-        if not self._is_allowed(parse_qs(asked.query)):
-            self._answer(403, "text/plain", "watch: the address needs its token")
-        elif asked.path == "/":
-            self._answer(200, "text/html", self.page.html)
-        elif asked.path == "/now":
-            html = html_of("sections.html", sections=self.page.now())
-            found = {"version": self.page.version, "html": html}
-            self._answer(200, "application/json", json.dumps(found))
-        else:
-            self._answer(404, "text/plain", "watch: there is no such page")
-
-    def _is_allowed(self, query: dict[str, list[str]]) -> bool:
-        if self.token:
-            return hmac.compare_digest(query.get("token", [""])[0], self.token)
-        # A page of another site could name this server; then its name would be here.
-        return urlsplit(f"//{self.headers.get('Host', '')}").hostname in HERE
-
-    def _answer(self, code: int, kind: str, text: str) -> None:
-        content = text.encode()
-        self.send_response(code)
-        for name, value in {
-            "Content-Type": f"{kind}; charset=utf-8",
-            "Content-Length": str(len(content)),
-            "Cache-Control": "no-store",
-            "X-Content-Type-Options": "nosniff",
-            "X-Frame-Options": "DENY",
-            "Referrer-Policy": "no-referrer",
-        }.items():
-            self.send_header(name, value)
-        self.end_headers()
-        self.wfile.write(content)
-
-    def log_message(self, format: str, *args: Any) -> None:
-        """Print no line for each request."""
-
-
-def serve(folder: Path, host: str, port: int | None) -> ThreadingHTTPServer:
-    """Return the server of a run's page; without a `port`, on PORT or a free one.
-
-    The attribute `address` is where a browser finds the page. Raises UserError if there is no run,
-    or the port is taken.
+    Raises UserError if there is no run, or the port is taken.
     """
     page = LivePage(folder)
-    token = "" if host in HERE else secrets.token_urlsafe()
-    handler = type("Handler", (Handler,), {"page": page, "token": token})
-    server: Any = None
-    for number in (PORT, 0) if port is None else (port,):
-        try:
-            server = server or ThreadingHTTPServer((host, number), handler)
-        except OSError as error:
-            if number == port:
-                why = f"got port {port} on {host} ({error.strerror})"
-                raise UserError(f"watch: {why}; give another --port or --host") from None
-    threading.Thread(target=page.follow, daemon=True).start()
-    server.address = f"http://{host}:{server.server_port}/{token and f'?token={token}'}"
+
+    class PageHandler(Handler):
+        """Answers `/` and `/now` (JSON: `version`, and the section about now as HTML)."""
+
+        def get(self, path: str, query: dict[str, list[str]]) -> tuple[int, str, str]:
+            if path == "/":
+                return 200, "text/html", page.html
+            if path == "/now":
+                html = html_of("sections.html", sections=page.now())
+                found = {"version": page.version, "html": html}
+                return 200, "application/json", json.dumps(found)
+            return 404, "text/plain", "there is no such page"
+
+    server = server_of(PageHandler, host, port)
+    server.follower = threading.Thread(target=page.follow, daemon=True)
+    server.follower.start()
+    server.page = page
     return server
 
 

@@ -106,18 +106,25 @@ def page_of(
     version: int = 0,
 ) -> str:
     """Return the HTML page; with a `version`, its script asks the page's server for changes."""
-    style, script = ((TEMPLATES / name).read_text("utf-8") for name in ("page.css", "page.js"))
     return html_of(
         "page.html",
         title=printable(title),
         sections=sections,
         svgs=svgs,
         reader=reader if reader and reader.chunks else None,
-        style=Markup(style),
-        script=Markup(script),
-        digest=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
         version=version,
+        **parts_of_page("page.js"),
     )
+
+
+def parts_of_page(script: str) -> dict[str, Any]:
+    """Return the style of pages, and a script with its digest, which alone may run."""
+    style, *scripts = (
+        (TEMPLATES / n).read_text("utf-8") for n in ("page.css", "common.js", script)
+    )
+    text = "\n".join(scripts)
+    digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+    return {"style": Markup(style), "script": Markup(text), "digest": digest}
 
 
 def svgs_of(figures: Mapping[str, Any]) -> dict[str, Markup]:

@@ -6,14 +6,23 @@ import re
 import shutil
 import sys
 from pathlib import Path
+from urllib.error import HTTPError
+from urllib.request import Request, urlopen
 
 import pytest
 import yaml
 
-from pipeline.commands.chat import Terminal, main, state_of
+from pipeline.commands.chat import (
+    Conversation,
+    main,
+    state_of,
+    tell_terminal,
+    type_in_terminal,
+)
 from pipeline.config.settings import RolloutSettings
 from pipeline.embedded.retail import RetailEnvironment, generate_tasks
 from pipeline.environments.tools import run_here, started
+from pipeline.report.chat_page import ChatPage
 from pipeline.rollout.rollout import RolloutRequest
 from pipeline.rollout.trajectory import StopReason
 from tests.support import SMALL_RUN
@@ -110,7 +119,7 @@ OWN = make_task(request="the tasks own")
 def serve(monkeypatch, typed: str, script, kind, task=OWN, is_human=True):
     """Play an episode with a scripted model, and a person who types these lines."""
     monkeypatch.setattr("sys.stdin", io.StringIO(typed))
-    customer = Terminal(is_human, chat())
+    customer = Conversation(is_human, chat(), tell_terminal, type_in_terminal)
     rollout = rollout_of(
         ScriptedSampler({0: script}),
         chat(),
@@ -149,7 +158,11 @@ def test_a_person_types_the_messages_of_the_customer(monkeypatch, capsys):
     assert trajectory.stop_reason is StopReason.COMPLETED  # the empty line ended it
     assert trajectory.reward == 1.0
     shown = capsys.readouterr().out
-    says(shown, "The task's request, which Enter sends: the tasks own", 'take(item="lamp")')
+    says(
+        shown,
+        "request   the tasks own (the task's own: an empty line sends it)",
+        'take(item="lamp")',
+    )
     assert shown.index("which?") < shown.index("the lamp") < shown.index("anything else?")
 
 
@@ -172,3 +185,24 @@ def test_the_database_is_what_the_tools_see_and_not_what_is_expected():
     state = state_of(environment)
     assert {path.partition(".")[0] for path in state} == {"case", "orders", "variants"}
     assert state_of(type("Plain", (), {})()) == {}
+
+
+def test_a_person_talks_on_a_page_and_other_pages_cannot_send():
+    page = ChatPage("a <b>desk", True)
+    assert "a &lt;b&gt;desk" in urlopen(page.address, timeout=30).read().decode()
+    page.tell("rules", ["be kind", "\x1b[2J"])
+    page.tell("tools", [])
+
+    def post(words, **headers):
+        request = Request(f"{page.address}say", words.encode(), headers)
+        return urlopen(request, timeout=30).status
+
+    with pytest.raises(HTTPError, match="403"):
+        post("stolen")
+    with pytest.raises(HTTPError, match="403"):
+        post("stolen", **{"X-Chat": "1", "Host": "another.example"})
+    assert post(" hello ", **{"X-Chat": "1"}) == 200
+    assert page.typed() == "hello"
+    lines = json.loads(urlopen(f"{page.address}lines?since=0", timeout=30).read())
+    assert lines == [["rules", "be kind\n\\x1b[2J"], ["customer", "hello"]]
+    assert json.loads(urlopen(f"{page.address}lines?since=2", timeout=30).read()) == []

@@ -57,9 +57,13 @@ def served(folder, host="127.0.0.1"):
     with server:
         thread = threading.Thread(target=server.serve_forever, args=(0.05,))
         thread.start()
-        yield server.address
-        server.shutdown()
-        thread.join()
+        try:
+            yield server.address
+        finally:
+            server.shutdown()
+            thread.join()
+            server.page.is_over.set()
+            server.follower.join()
 
 
 def answer(address, **headers):

@@ -16,7 +16,7 @@ class Page:
     def wait(self, condition):
         from selenium.webdriver.support.ui import WebDriverWait
 
-        WebDriverWait(self.browser, 30, poll_frequency=0.05).until(lambda _: condition())
+        WebDriverWait(self.browser, 90, poll_frequency=0.05).until(lambda _: condition())
 
     def choose(self, **chosen):
         from selenium.webdriver.support.ui import Select
