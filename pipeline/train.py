@@ -213,7 +213,8 @@ def record(
     run.records += [trajectory.record() for trajectory in batch.trajectories]
     rewards = run.learner.rollout.rewards
     names = [] if rewards is None else rewards.names(run.parts.environments.values())
-    metrics, counts = rollout_metrics(batch, run.ranks, run.config, names)
+    metrics, counts = rollout_metrics(batch, run.ranks, run.config, names, run.state.num_tokens)
+    run.state.num_tokens = int(metrics["train/num_tokens"])
     for domain, (episodes, errors) in counts.items():
         run.error_rates.add(domain, episodes, errors)
     _refuse_unscored(run, stage, metrics)
