@@ -12,6 +12,7 @@ import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
+from textwrap import indent
 from typing import Any
 
 from pipeline.config.settings import Config
@@ -21,8 +22,8 @@ from pipeline.files.durable import LinesFile, finite, sync
 from pipeline.files.layout import METRICS, TIMINGS
 from pipeline.files.untrusted import reason_of
 from pipeline.tracking import wandb as feed
-from pipeline.tracking.run_files import read_metrics
-from pipeline.tracking.wandb import Line, WandbFeed, numbers
+from pipeline.tracking.run_files import COLUMNS, read_metrics, rows_of_step
+from pipeline.tracking.wandb import Line, WandbFeed, has_table, numbers
 
 
 class TensorBoard:
@@ -40,14 +41,27 @@ class TensorBoard:
         last = max((line["step"] for line in metrics), default=0)
         self._tracker = TensorBoardTracker("tensorboard", folder, purge_step=last)
         self._tracker.start()
+        self._folder = folder
         for line in (*metrics, *timings):
             if line["step"] == last:
                 self.metrics(line)
+        for line in metrics:
+            if line["step"] == last and has_table(line, config):
+                self.episodes(line)
 
     def metrics(self, line: Line) -> None:
         self._tracker.log(numbers(line), step=line["step"])
 
     timings = metrics
+
+    def episodes(self, line: Line) -> None:
+        """Write a text of a step's episodes: a heading and the conversation of each."""
+        texts = []
+        for row in rows_of_step(self._folder, line["stage"], line["step"]):
+            *cells, conversation = row
+            facts = ", ".join(f"{name} {cell}" for name, cell in zip(COLUMNS, cells, strict=False))
+            texts.append(f"**{facts}**\n\n{indent(conversation, 4 * ' ', lambda _: True)}")
+        self._tracker.log({"completions": "\n\n".join(texts)}, step=line["step"])
 
     def close(self, failed: bool, results: Path | None) -> None:
         self._tracker.finish()
@@ -122,6 +136,10 @@ class RunLog(AbstractContextManager["RunLog"]):
     def timings(self, line: Line) -> None:
         """Append a line of times, memory or hosts, with the current time as `time`."""
         self._write(TIMINGS, {**line, "time": time.time()})
+
+    def episodes(self, line: Line) -> None:
+        """Send a table of the episodes of a step, whose line this is, from the run folder."""
+        self._feed("episodes", line)
 
     def state_dict(self) -> dict[str, Any]:
         """Write the files to the disk; returns the sizes of the files."""

@@ -10,12 +10,14 @@ from types import SimpleNamespace
 
 import pytest
 
+from pipeline.checkpoints.transcripts import save_transcripts
 from pipeline.config.settings import Config
 from pipeline.distributed.ranks import Ranks
 from pipeline.errors import UserError
 from pipeline.files.durable import read_records
 from pipeline.tracking.log import RunLog, check_trackers
 from pipeline.tracking.progress import StageProgress, episodes_of
+from scripts.proofs.grid import make_trajectory
 from tests.support import ROOT
 from tests.support.messages import says
 
@@ -227,6 +229,32 @@ def test_tensorboard_has_the_numbers_of_the_files_once_whatever_was_begun_before
     assert found["perf/step_s"] == [(1, 1.5)]
     names = {name for record in (START, TRAIN, TIMES) for name in record if "/" in name}
     assert set(found) == names
+
+
+def test_tensorboard_has_the_text_of_a_steps_episodes_once(tmp_path):
+    from tensorboard.backend.event_processing.plugin_event_accumulator import EventAccumulator
+
+    settings = config("tensorboard", log_completions_steps=1)
+    line = {**TRAIN, "step": 2}
+    call = {"function": {"name": "book", "arguments": {"flight": "F1"}}}
+    episode = make_trajectory(domain="airline", task_id="t1", reward=0.5)
+    episode.messages += [{"role": "assistant", "content": "", "tool_calls": [call]}]
+    save_transcripts(tmp_path / "trajectories" / "airline", 2, 0, [episode], [0.25])
+    with RunLog(tmp_path, settings, is_main=True) as log:
+        log.metrics(line)
+        log.episodes(line)
+        state = log.state_dict()
+    with RunLog(tmp_path, settings, is_main=True, state=state) as log:
+        log.metrics({**TRAIN, "step": 3})
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    (text,) = events.Tensors("completions/text_summary")
+    assert (text.step, text.tensor_proto.string_val[0].decode()) == (
+        2,
+        "**stage airline, step 2, domain airline, family , task t1, trial 0, reward 0.5, "
+        "stop_reason completed, advantage 0.25, rewards **\n\n"
+        '    assistant: book({"flight": "F1"})',
+    )
 
 
 def test_a_tracker_that_fails_is_given_up_with_one_warning(tmp_path, points, capsys, monkeypatch):
