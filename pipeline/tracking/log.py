@@ -9,7 +9,7 @@ import importlib
 import importlib.util
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from textwrap import indent
@@ -20,7 +20,7 @@ from pipeline.errors import UserError
 from pipeline.files.console import say
 from pipeline.files.durable import LinesFile, finite, sync
 from pipeline.files.layout import METRICS, TIMINGS
-from pipeline.files.untrusted import reason_of
+from pipeline.files.untrusted import masked_tree, reason_of
 from pipeline.tracking import wandb as feed
 from pipeline.tracking.run_files import COLUMNS, read_metrics, rows_of_step
 from pipeline.tracking.wandb import Line, WandbFeed, has_table, numbers
@@ -67,6 +67,63 @@ class TensorBoard:
         self._tracker.finish()
 
 
+class Trackio:
+    """A run in trackio, which keeps it on this machine unless TRACKIO_SPACE_ID names a Space.
+
+    `metrics` and `timings` are the lines in the files; the numbers that the run lacks are sent.
+    """
+
+    name = "trackio"
+    advice = ""
+
+    def __init__(
+        self, folder: Path, config: Config, metrics: Sequence[Line], timings: Sequence[Line]
+    ) -> None:
+        from accelerate.tracking import TrackioTracker
+
+        self._trackio: Any = importlib.import_module("trackio")
+        storage: Any = importlib.import_module("trackio.sqlite_storage")
+        self._folder = folder
+        project = config.tracking.project
+        self._tracker = TrackioTracker(
+            project,
+            name=config.tracking.run_name or folder.resolve().name,
+            resume="allow" if metrics else "never",
+            config=masked_tree(config.model_dump(mode="json")),
+        )
+        self._tracker.start()
+        logs = []
+        if metrics:
+            logs = storage.SQLiteStorage.get_logs(project, run_id=self._tracker.tracker.id)
+        # Of a resumed run, also what was sent after the checkpoint, and is now made again.
+        self._known = {(log["step"], name) for log in logs for name in log}
+        for line in (*metrics, *timings):
+            self.metrics(line)
+        for line in metrics:
+            if has_table(line, config):
+                self.episodes(line)
+
+    def metrics(self, line: Line) -> None:
+        self._log(line["step"], numbers(line))
+
+    timings = metrics
+
+    def episodes(self, line: Line) -> None:
+        """Send a table of a step's episodes."""
+        if (line["step"], "completions") not in self._known:
+            rows = rows_of_step(self._folder, line["stage"], line["step"])
+            table = self._trackio.Table(columns=[*COLUMNS], data=rows)
+            self._log(line["step"], {"completions": table})
+
+    def close(self, failed: bool, results: Path | None) -> None:
+        self._tracker.finish()
+
+    def _log(self, step: int, values: Mapping[str, Any]) -> None:
+        new = {name: value for name, value in values.items() if (step, name) not in self._known}
+        if new:
+            self._tracker.log(new, step=step)
+
+
 def check_trackers(config: Config, by_import: bool = True) -> None:
     """Raise UserError if a tracker's package is missing or, `by_import`, cannot be imported."""
     for package in config.tracking.report_to:
@@ -86,6 +143,9 @@ def _is_fed(package: str) -> bool:
     return package != "wandb" or feed.is_wanted()
 
 
+TRACKERS = {"wandb": WandbFeed, "tensorboard": TensorBoard, "trackio": Trackio}
+
+
 class RunLog(AbstractContextManager["RunLog"]):
     """The metrics files of a run folder and the trackers; only rank 0 writes.
 
@@ -103,7 +163,7 @@ class RunLog(AbstractContextManager["RunLog"]):
         self._folder = folder
         self.results: Path | None = None  # the folder whose results `close` sends to the trackers
         self._files: dict[str, LinesFile] = {}
-        self._trackers: list[TensorBoard | WandbFeed] = []
+        self._trackers: list[TensorBoard | Trackio | WandbFeed] = []
         check_trackers(config, by_import=is_main)
         if not is_main:
             return
@@ -121,7 +181,7 @@ class RunLog(AbstractContextManager["RunLog"]):
                     f"WANDB_API_KEY, bash scripts/wandb_sync.sh {folder} sends this run"
                 )
                 continue
-            tracker = WandbFeed if package == "wandb" else TensorBoard
+            tracker = TRACKERS[package]
             try:
                 self._trackers.append(tracker(folder, config, *read_metrics(folder)))
             except Exception as error:

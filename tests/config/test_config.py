@@ -225,7 +225,10 @@ def test_help_groups_the_flags_and_shows_the_values_of_the_recipe(capsys):
             ["--mixed-precision", "fp16"],
             ("--mixed-precision: got 'fp16'", "'auto', 'bf16' or 'no'"),
         ),
-        (["--report-to", "mlflow"], ("--report-to: got 'mlflow'", "'wandb' or 'tensorboard'")),
+        (
+            ["--report-to", "mlflow"],
+            ("--report-to: got 'mlflow'", "'wandb', 'tensorboard' or 'trackio'"),
+        ),
         (["--domains", "none"], ("--domains: got []", "at least 1 item")),
         (
             ["--stage-weights", "{retail: 0}"],
