@@ -424,9 +424,9 @@ class Updater:
         means["train/entropy"] = sums["entropy"] / num_tokens
         means["train/clip_ratio"] = sums["clipped"] / num_tokens
         if self.settings.loss_type != "cispo":
-            clipped = {"low": sums["clipped_low"], "high": sums["clipped_high"]}
-            clipped["region"] = sum(clipped.values())
-            means |= {f"clip_ratio/{at}_mean": count / num_tokens for at, count in clipped.items()}
+            low, high = (sums[f"clipped_{at}"] / num_tokens for at in ("low", "high"))
+            means |= {"clip_ratio/low_mean": low, "clip_ratio/high_mean": high}
+            means["clip_ratio/region_mean"] = low + high
         means["train/sampling_logp_difference_max"] = sums["sampling_logp_difference_max"]
         means["train/sampling_logp_difference_mean"] = sums["sampling_logp_difference"] / num_tokens
         if self.corrects:

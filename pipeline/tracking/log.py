@@ -31,77 +31,29 @@ class TensorBoard:
 
     name = "TensorBoard"
     advice = ""
+    _tracker: Any
 
     def __init__(
         self, folder: Path, config: Config, metrics: Sequence[Line], timings: Sequence[Line]
     ) -> None:
-        from accelerate.tracking import TensorBoardTracker  # the class needs an Accelerator
-
         # TensorBoard hides the points of `purge_step` and later steps, so send the last step again.
         last = max((line["step"] for line in metrics), default=0)
-        self._tracker = TensorBoardTracker("tensorboard", folder, purge_step=last)
-        self._tracker.start()
         self._folder = folder
+        self._start(config, metrics, last)
         for line in (*metrics, *timings):
-            if line["step"] == last:
+            if line["step"] >= self._first:
                 self.metrics(line)
         for line in metrics:
-            if line["step"] == last and has_table(line, config):
+            if line["step"] >= self._first and has_table(line, config):
                 self.episodes(line)
 
-    def metrics(self, line: Line) -> None:
-        self._tracker.log(numbers(line), step=line["step"])
+    def _start(self, config: Config, metrics: Sequence[Line], last: int) -> None:
+        """Start, and set the first step whose lines are sent again."""
+        from accelerate.tracking import TensorBoardTracker  # the class needs an Accelerator
 
-    timings = metrics
-
-    def episodes(self, line: Line) -> None:
-        """Write a text of a step's episodes: a heading and the conversation of each."""
-        texts = []
-        for row in rows_of_step(self._folder, line["stage"], line["step"]):
-            *cells, conversation = row
-            facts = ", ".join(f"{name} {cell}" for name, cell in zip(COLUMNS, cells, strict=False))
-            texts.append(f"**{facts}**\n\n{indent(conversation, 4 * ' ', lambda _: True)}")
-        self._tracker.log({"completions": "\n\n".join(texts)}, step=line["step"])
-
-    def close(self, failed: bool, results: Path | None) -> None:
-        self._tracker.finish()
-
-
-class Trackio:
-    """A run in trackio, which keeps it on this machine unless TRACKIO_SPACE_ID names a Space.
-
-    `metrics` and `timings` are the lines in the files; the numbers that the run lacks are sent.
-    """
-
-    name = "trackio"
-    advice = ""
-
-    def __init__(
-        self, folder: Path, config: Config, metrics: Sequence[Line], timings: Sequence[Line]
-    ) -> None:
-        from accelerate.tracking import TrackioTracker
-
-        self._trackio: Any = importlib.import_module("trackio")
-        storage: Any = importlib.import_module("trackio.sqlite_storage")
-        self._folder = folder
-        project = config.tracking.project
-        self._tracker = TrackioTracker(
-            project,
-            name=config.tracking.run_name or folder.resolve().name,
-            resume="allow" if metrics else "never",
-            config=masked_tree(config.model_dump(mode="json")),
-        )
+        self._first = last
+        self._tracker = TensorBoardTracker("tensorboard", self._folder, purge_step=last)
         self._tracker.start()
-        logs = []
-        if metrics:
-            logs = storage.SQLiteStorage.get_logs(project, run_id=self._tracker.tracker.id)
-        # Of a resumed run, also what was sent after the checkpoint, and is now made again.
-        self._known = {(log["step"], name) for log in logs for name in log}
-        for line in (*metrics, *timings):
-            self.metrics(line)
-        for line in metrics:
-            if has_table(line, config):
-                self.episodes(line)
 
     def metrics(self, line: Line) -> None:
         self._log(line["step"], numbers(line))
@@ -110,18 +62,61 @@ class Trackio:
 
     def episodes(self, line: Line) -> None:
         """Send a table of a step's episodes."""
-        if (line["step"], "completions") not in self._known:
-            rows = rows_of_step(self._folder, line["stage"], line["step"])
-            table = self._trackio.Table(columns=[*COLUMNS], data=rows)
-            self._log(line["step"], {"completions": table})
+        rows = rows_of_step(self._folder, line["stage"], line["step"])
+        self._log(line["step"], {"completions": self._table(rows)})
 
     def close(self, failed: bool, results: Path | None) -> None:
         self._tracker.finish()
 
+    def _table(self, rows: Sequence[list[Any]]) -> Any:
+        """Return a text: a heading and the conversation of each episode."""
+        return "\n\n".join(
+            f"**{', '.join(f'{name} {cell}' for name, cell in zip(COLUMNS, cells, strict=False))}**"
+            f"\n\n{indent(conversation, 4 * ' ', lambda _: True)}"
+            for *cells, conversation in rows
+        )
+
+    def _log(self, step: int, values: Mapping[str, Any]) -> None:
+        self._tracker.log(values, step=step)
+
+
+class Trackio(TensorBoard):
+    """A run in trackio, which keeps it on this machine unless TRACKIO_SPACE_ID names a Space.
+
+    The numbers and tables that the run lacks are sent.
+    """
+
+    name = "trackio"
+
+    def _start(self, config: Config, metrics: Sequence[Line], last: int) -> None:
+        from accelerate.tracking import TrackioTracker
+
+        self._first = 0
+        self._tracker = TrackioTracker(
+            config.tracking.project,
+            name=config.tracking.run_name or self._folder.resolve().name,
+            resume="allow" if metrics else "never",
+            config=masked_tree(config.model_dump(mode="json")),
+        )
+        self._tracker.start()
+        storage: Any = importlib.import_module("trackio.sqlite_storage").SQLiteStorage
+        run = self._tracker.run.id
+        logs = storage.get_logs(config.tracking.project, run_id=run) if metrics else []
+        # Of a resumed run, also what was sent after the checkpoint, and is now made again.
+        self._known = {(log["step"], name) for log in logs for name in log}
+
+    def episodes(self, line: Line) -> None:
+        if (line["step"], "completions") not in self._known:
+            super().episodes(line)
+
+    def _table(self, rows: Sequence[list[Any]]) -> Any:
+        made: Any = importlib.import_module("trackio").Table(columns=[*COLUMNS], data=rows)
+        return made
+
     def _log(self, step: int, values: Mapping[str, Any]) -> None:
         new = {name: value for name, value in values.items() if (step, name) not in self._known}
         if new:
-            self._tracker.log(new, step=step)
+            super()._log(step, new)
 
 
 def check_trackers(config: Config, by_import: bool = True) -> None:
@@ -163,7 +158,7 @@ class RunLog(AbstractContextManager["RunLog"]):
         self._folder = folder
         self.results: Path | None = None  # the folder whose results `close` sends to the trackers
         self._files: dict[str, LinesFile] = {}
-        self._trackers: list[TensorBoard | Trackio | WandbFeed] = []
+        self._trackers: list[TensorBoard | WandbFeed] = []
         check_trackers(config, by_import=is_main)
         if not is_main:
             return
