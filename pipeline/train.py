@@ -43,6 +43,7 @@ from pipeline.run_state import Run, evaluate_held_out, open_run
 from pipeline.tracking import step_metrics
 from pipeline.tracking.progress import StageProgress
 from pipeline.tracking.step_metrics import Meter, over_iterations, rollout_metrics
+from pipeline.tracking.wandb import has_table
 
 # Mean differences of log-probabilities between sampler and training, in nats, above which a run
 # warns: 3 times those of healthy runs of SmolLM2-135M in bf16, whose maxima over a step of 3,500
@@ -214,7 +215,8 @@ def record(
     run.records += [trajectory.record() for trajectory in batch.trajectories]
     rewards = run.learner.rollout.rewards
     names = [] if rewards is None else rewards.names(run.parts.environments.values())
-    metrics, counts = rollout_metrics(batch, run.ranks, run.config, names)
+    metrics, counts = rollout_metrics(batch, run.ranks, run.config, names, run.state.num_tokens)
+    run.state.num_tokens = int(metrics["train/num_tokens"])
     for domain, (episodes, errors) in counts.items():
         run.error_rates.add(domain, episodes, errors)
     _refuse_unscored(run, stage, metrics)
@@ -255,6 +257,10 @@ def end_step(run: Run, stage: Stage, batch: RolloutBatch) -> None:
     """Write transcripts, report the start, look for faults and dead domains, validate."""
     advantages = [sample.advantage for sample in batch.samples]
     run.save_transcripts(stage.name, batch.trajectories, advantages)
+    line = {"kind": "train", "stage": stage.name, "step": run.state.step}
+    if has_table(line, run.config):
+        run.ranks.barrier("transcripts")
+        run.log.episodes(line)
     if run.state.step == 1:
         report_start(run, batch)
     stop_on_errors(run.ranks, run.error_rates, run.config.rollout, batch.trajectories)

@@ -52,6 +52,7 @@ class TrainState:
     agents: dict[str, dict[str, Any]] = field(default_factory=dict)  # results of `agent_url`
     rft: list[dict[str, Any]] = field(default_factory=list)  # results of each round of RFT
     training: dict[str, dict[str, Any]] = field(default_factory=dict)  # a summary of each stage
+    num_tokens: int = 0  # number of tokens, of prompts and sampled, of all steps
     num_reward_calls: int = 0  # number of calls of async reward functions
     wall_s: float = 0.0  # seconds that the run's processes took, up to the last save
     config: dict[str, Any] = field(default_factory=dict)  # the resolved settings of the run

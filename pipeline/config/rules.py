@@ -72,6 +72,10 @@ def left_out(config: Config) -> list[str]:
             "hub_model_id: has no effect without push_to_hub",
         ),
         (
+            config.tracking.log_completions_steps > 0 and not config.tracking.report_to,
+            "log_completions_steps: has no effect with report_to none",
+        ),
+        (
             data.tau2 is None and bool(data.tau2_arguments),
             "tau2_arguments: has no effect without tau2",
         ),

@@ -354,9 +354,16 @@ class RunSettings(Section):
 class TrackingSettings(Section):
     """tracking"""
 
-    report_to: list[Literal["wandb", "tensorboard"]] = field(["wandb"], "trackers, or `none`")
-    project: str = field("three-domain-grpo", "W&B project")
-    run_name: str | None = field(None, "W&B run name; missing: the run folder's name")
+    report_to: list[Literal["wandb", "tensorboard", "trackio"]] = field(
+        ["wandb"], "trackers, or `none`"
+    )
+    log_completions_steps: NonNegativeInt = field(
+        0, "steps between tables of episodes in the trackers; 0: none during the run"
+    )
+    project: str = field("three-domain-grpo", "project in W&B and trackio")
+    run_name: str | None = field(
+        None, "run name in W&B and trackio; missing: the run folder's name"
+    )
     tags: list[str] = field([], "W&B tags")
 
 

@@ -387,7 +387,7 @@ def rate(evaluation: Mapping[str, Any], domain: str, kind: str, threshold: float
         if kind == "mean":
             trials = [of["tasks"][task] for task in sorted(of["tasks"])]
             solved = [fmean(succeeded(reward, threshold) for reward in task) for task in trials]
-        samples.append(_mean_samples(solved, name))
+        samples.append(mean_samples(solved, name))
     return _cell(np.mean(samples, axis=0), sum(len(of["tasks"]) for of in used.values()))
 
 
@@ -396,10 +396,11 @@ def mean_over_tasks(values: Sequence[float], name: str) -> Number | None:
 
     `name` is the key of the random numbers of the bootstrap.
     """
-    return _cell(_mean_samples(values, name), len(values)) if values else None
+    return _cell(mean_samples(values, name), len(values)) if values else None
 
 
-def _mean_samples(values: Sequence[float], name: str) -> Floats:
+def mean_samples(values: Sequence[float], name: str) -> Floats:
+    """Return the mean of one value per task, and the means of the bootstrap's resamples."""
     totals = np.array([[values]], dtype=np.float64)
     return resampled(totals, np.ones_like(totals), name)[:, 0]
 
@@ -478,7 +479,9 @@ def worse(results: Mapping[str, Any]) -> dict[str, Any]:
     for domain in before.keys() & after.keys():
         groups = _groups(results, domain)
         for key, kind in KINDS.items():
-            first, last = (_successes(of[domain].get(key, {}), threshold) for of in (before, after))
+            first, last = (
+                successes_of(of[domain].get(key, {}), threshold) for of in (before, after)
+            )
             if first.keys() != last.keys():
                 continue  # a run that went on with `override` may have other tasks
             for name, tasks in groups.items():
@@ -509,7 +512,7 @@ def _groups(results: Mapping[str, Any], domain: str) -> dict[str, list[str]]:
     return groups
 
 
-def _successes(tasks: Mapping[str, Any], threshold: float) -> dict[str, float]:
+def successes_of(tasks: Mapping[str, Any], threshold: float) -> dict[str, float]:
     """Return each task's share of successful trials; a greedy task has one trial."""
     trials = {task: of if isinstance(of, list) else [of] for task, of in tasks.items()}
     return {

@@ -57,6 +57,8 @@ class TokenStats:
     kl: torch.Tensor
     entropy: torch.Tensor
     clipped: torch.Tensor  # number of tokens whose ratio was clipped
+    clipped_low: torch.Tensor  # ... at 1 - epsilon
+    clipped_high: torch.Tensor  # ... at 1 + epsilon_high (of cispo: at epsilon_high)
     sampling_logp_difference: torch.Tensor  # sum of |logprobs - old_logprobs|
     sampling_logp_difference_max: torch.Tensor  # maximum of |logprobs - old_logprobs|
 
@@ -174,12 +176,15 @@ def grpo_loss(
     high = 1 + upper
     if settings.loss_type == "cispo":
         per_token = -ratio.clamp(max=upper).detach() * advantages * logprobs
-        outside = (ratio > upper) & (advantages > 0)
+        is_low = torch.zeros_like(counted)
+        is_high = outside = (ratio > upper) & (advantages > 0)
     else:
         assert settings.loss_type in ("grpo", "bnpo", "dr_grpo", "dapo"), settings.loss_type
         bounded = ratio if settings.delta is None else ratio.clamp(max=settings.delta)
         per_token = -torch.minimum(bounded * advantages, ratio.clamp(low, high) * advantages)
-        outside = ((ratio < low) & (advantages < 0)) | ((ratio > high) & (advantages > 0))
+        is_low = (ratio < low) & (advantages < 0)
+        is_high = (ratio > high) & (advantages > 0)
+        outside = is_low | is_high
         if settings.delta is not None:
             outside |= (ratio > settings.delta) & (advantages < 0)
     if batch.trainer_logprobs is not None:
@@ -202,6 +207,8 @@ def grpo_loss(
         kl=(kl * counted).sum().detach(),
         entropy=(entropy * counted).sum().detach(),
         clipped=(outside & counted).sum().float(),
+        clipped_low=(is_low & counted).sum().float(),
+        clipped_high=(is_high & counted).sum().float(),
         sampling_logp_difference=gap.sum(),
         sampling_logp_difference_max=gap.max() if len(gap) else gap.sum(),
     )

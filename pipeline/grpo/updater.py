@@ -423,6 +423,10 @@ class Updater:
             means["train/kl"] = sums["kl"] / num_tokens
         means["train/entropy"] = sums["entropy"] / num_tokens
         means["train/clip_ratio"] = sums["clipped"] / num_tokens
+        if self.settings.loss_type != "cispo":
+            low, high = (sums[f"clipped_{at}"] / num_tokens for at in ("low", "high"))
+            means |= {"clip_ratio/low_mean": low, "clip_ratio/high_mean": high}
+            means["clip_ratio/region_mean"] = low + high
         means["train/sampling_logp_difference_max"] = sums["sampling_logp_difference_max"]
         means["train/sampling_logp_difference_mean"] = sums["sampling_logp_difference"] / num_tokens
         if self.corrects:

@@ -364,26 +364,76 @@ class Configuration(NamedTuple):
     against_mixed: Mapping[str, Any] | None  # each metric minus the same metric of mixed training
 
 
+def _styled(configurations: Sequence[Configuration]) -> list[tuple[Configuration, str, Any]]:
+    """Return each configuration with its name and (colour, marker, size), equal in all pictures."""
+    styles = zip(cycle(OF_CONFIGURATIONS), cycle(MARKERS), repeat(7), strict=False)
+    return [
+        (c, fill(c.label, LEGEND_CHARACTERS), OF_MIXED if c.is_mixed else next(styles))
+        for c in configurations
+    ]
+
+
+def _height_of_legend(names: Iterable[str]) -> float:
+    return 0.19 * sum(name.count("\n") + 1 for name in names)
+
+
+def curves(configurations: Sequence[Configuration]) -> Figure:
+    """Draw training reward and held-out success of all runs, with a row of panels per domain."""
+    styled = _styled(configurations)
+    names = [name for _, name, _ in styled]
+    domains = list(dict.fromkeys(d for c in configurations for run in c.runs for d in run.domains))
+    height = 1.2 + 1.4 * len(domains) + _height_of_legend(names)
+    figure = drawing.new_figure(None, "learning curves, a line for each run", WIDTH, height)
+    grid = figure.subplots(len(domains), 2, sharex=True, squeeze=False)
+    for (left, right), domain in zip(grid, domains, strict=True):
+        left.set_ylabel(domain, fontweight="bold")
+        right.set_ylim(-0.03, 1.03)
+        for configuration, name, (colour, marker, size) in styled:
+            style = {"color": colour, "linewidth": 1.2, "clip_on": False}
+            for run in configuration.runs:
+                for stage in run.stages:
+                    points = _points(run.of_stage(stage), f"reward/{domain}")
+                    left.plot([x for x, _ in points], smooth([y for _, y in points]), **style)
+                ends = [
+                    (evaluation["step"], number[0])
+                    for evaluation in points_of(run.results)
+                    if (number := rate(evaluation, domain, "mean", run.success_threshold))
+                ]
+                edge = {"marker": marker, "markersize": 0.7 * size, "mec": "black", "mew": 0.5}
+                right.plot(*zip(*ends, strict=True), label=name, **style, **edge)
+                name = "_"  # the legend names a configuration once
+        drawing.tidy(left)
+        drawing.tidy(right)
+    grid[0, 0].set_title(f"training reward, mean of {SMOOTHED_OVER} steps", fontsize="small")
+    grid[0, 1].set_title("held-out success, sampled", fontsize="small")
+    for axes in grid[-1]:
+        axes.set_xlabel("optimizer step")
+    handles, _ = grid[0, 1].get_legend_handles_labels()
+    figure.legend(handles, names, **drawing.BELOW | {"fontsize": "medium"})
+    return figure
+
+
 def pareto(configurations: Sequence[Configuration]) -> Figure:
     """Draw new-domain gain against forgetting. Each configuration is a point with two intervals.
 
     A configuration without the metric `forgetting` is drawn at a forgetting of zero.
     """
-    drawn = [c for c in configurations if complete(c.transfer["metrics"].get("stage_gain"))]
-    names = [fill(c.label, LEGEND_CHARACTERS) for c in drawn]
+    drawn = [
+        row
+        for row in _styled(configurations)
+        if complete(row[0].transfer["metrics"].get("stage_gain"))
+    ]
     figure = drawing.new_figure(
         None,
         "new-domain gain against forgetting, 95 % intervals over tasks and seeds",
         width=WIDTH,
-        height=3.5 + 0.19 * sum(name.count("\n") + 1 for name in names),
+        height=3.5 + _height_of_legend(name for _, name, _ in drawn),
     )
     axes = figure.subplots()
-    styles = zip(cycle(OF_CONFIGURATIONS), cycle(MARKERS), repeat(7), strict=False)
-    for configuration, name in zip(drawn, names, strict=True):
+    for configuration, name, (colour, marker, size) in drawn:
         numbers = configuration.transfer["metrics"]
         gain = complete(numbers["stage_gain"])
         forgetting = complete(numbers.get("forgetting"))
-        colour, marker, size = OF_MIXED if configuration.is_mixed else next(styles)
         if configuration.is_mixed:
             axes.axhline(gain[0], color=colour, linestyle=":", linewidth=1)
         forgotten = forgetting[0] if forgetting else 0.0

@@ -4,16 +4,20 @@ The comparison shows the gain on new domains beside the loss on earlier domains.
 """
 
 import json
+import os
 import re
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from statistics import fmean
 from typing import Any
+from urllib.parse import quote
 
 import yaml
 
 from pipeline.errors import UserError
-from pipeline.evaluation.transfer import differences, summary
+from pipeline.evaluation.transfer import differences, estimate, mean_samples, successes_of, summary
 from pipeline.plots.pictures import Configuration
 from pipeline.report.tables import METRICS, number_table
 from pipeline.tracking.run_files import RunData, is_finished, load_run
@@ -138,15 +142,69 @@ def _against(
     return None
 
 
+def links_of(configurations: Sequence[Configuration], output: Path) -> dict[Path, str]:
+    """Return the URLs of the runs' report pages, relative to the folder of the comparison."""
+    pages = {run.folder: run.folder / "report.html" for c in configurations for run in c.runs}
+    return {
+        folder: quote(os.path.relpath(page.resolve(), output.resolve()))
+        for folder, page in pages.items()
+        if page.is_file()
+    }
+
+
+def _ends(runs: Sequence[RunData]) -> dict[str, dict[str, float]]:
+    """Return the success of each held-out task at the end, mean over runs: {domain: {task: ...}}"""
+    found = defaultdict[str, dict[str, list[float]]](dict)
+    for run in runs:
+        for domain, of in run.evaluations[-1]["success"].items():
+            for task, share in successes_of(of["tasks"], run.success_threshold).items():
+                found[domain].setdefault(task, []).append(share)
+    return {d: {task: fmean(of) for task, of in tasks.items()} for d, tasks in found.items()}
+
+
+def minus_first(
+    configurations: Sequence[Configuration],
+) -> tuple[dict[str, dict[str, Any]], list[str]]:
+    """Return success at the end minus that of the first configuration, and unequal task sets.
+
+    The differences, [value, low, high] by configuration and domain, are paired by task and are over
+    the tasks that both have played. An entry of the list names a
+    configuration with other tasks, and the numbers of tasks.
+    """
+    first, *others = [_ends(c.runs) for c in configurations]
+    found = dict[str, dict[str, Any]]()
+    unequal = list[str]()
+    for configuration, ends in zip(configurations[1:], others, strict=True):
+        of_domains = found[configuration.label] = {}
+        counts = list[str]()
+        for domain, mine in ends.items():
+            theirs = first.get(domain, {})
+            both = sorted(mine.keys() & theirs.keys())
+            changes = [mine[task] - theirs[task] for task in both]
+            of_domains[domain] = estimate(mean_samples(changes, f"end {domain}")) if both else None
+            if mine.keys() != theirs.keys():
+                counts.append(f"{domain} {len(mine)} and {len(theirs)} ({len(both)} in both)")
+        if counts:
+            unequal.append(f"{configuration.label}: {', '.join(counts)}")
+    return found, unequal
+
+
 def data_of(
-    configurations: Sequence[Configuration], unfinished: Sequence[RunData] = ()
+    configurations: Sequence[Configuration],
+    unfinished: Sequence[RunData] = (),
+    output: Path = Path(),
 ) -> dict[str, Any]:
     """Return the variables of the template `comparison.md.jinja`, except the title."""
+    changes, unequal = minus_first(configurations)
+    found = dict.fromkeys(domain for of in changes.values() for domain in of)
     compared = {c.label: c.against_mixed for c in configurations if c.against_mixed}
     ends = {c.label: {d: of[-1] for d, of in c.transfer["rewards"].items()} for c in configurations}
     domains = dict.fromkeys(domain for of in ends.values() for domain in of)
     return {
         "configurations": configurations,
+        "links": links_of(configurations, output),
+        "changes": number_table(f"minus {configurations[0].label}", changes, found, sign="+"),
+        "unequal": unequal,
         "unfinished": unfinished,
         "minus_mixed": number_table("minus mixed", compared, METRICS, sign="+"),
         "rewards": number_table("mean reward at the end", ends, domains),

@@ -49,6 +49,7 @@ from pipeline.tracking.run_files import after_name, load_run, number
 TEMPLATES = Path(__file__).resolve().parent / "templates"
 # patterns and HTML elements of `code`, **importance** and *emphasis*
 MARKS = ((r"`([^`]+)`", "code"), (r"\*\*([^*]+)\*\*", "strong"), (r"\*([^*]+)\*", "em"))
+LINK = r"\[(<code>[^<]*</code>)\]\(((?:[\w.%~-]+/)+report\.html)\)"  # to another report, no other
 AT_THE_END = ("stage_gain", "backward_transfer", "forward_transfer", "forgetting")
 MOST_CHARACTERS = 100  # maximum length of a line in the terminal
 COLUMN_CHARACTERS = 84  # a table with longer rows takes the width of both columns of the page
@@ -77,13 +78,14 @@ def write_comparison(folders: Sequence[Path], output: Path) -> None:
         print(f"warning: {run.folder} is not finished and is left out", file=sys.stderr)
     configurations = comparison.configurations_of(runs)
     output.mkdir(parents=True, exist_ok=True)
-    figures = drawing.draw({"pareto": pictures.pareto}, configurations)
+    drawn = {"curves": pictures.curves, "pareto": pictures.pareto}
+    figures = drawing.draw(drawn, configurations)
     write_files(
         output / "comparison",
         "comparison.md.jinja",
         figures,
         title=f"Comparison of {len(runs)} runs",
-        **comparison.data_of(configurations, unfinished),
+        **comparison.data_of(configurations, unfinished, output),
     )
 
 
@@ -200,11 +202,11 @@ def _parsed(block: str) -> tuple[str, Any]:
 
 
 def rich(text: str) -> Markup:
-    """Escape a text for HTML, and replace Markdown marks by HTML elements."""
+    """Escape a text for HTML, and replace Markdown marks and links by HTML elements."""
     words = str(escape(text))
     for pattern, tag in MARKS:
         words = re.sub(pattern, rf"<{tag}>\1</{tag}>", words)
-    return Markup(words)
+    return Markup(re.sub(LINK, r'<a href="\2">\1</a>', words))
 
 
 def environment(**options: Any) -> Environment:

@@ -9,9 +9,10 @@ import importlib
 import importlib.util
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
+from textwrap import indent
 from typing import Any
 
 from pipeline.config.settings import Config
@@ -19,10 +20,10 @@ from pipeline.errors import UserError
 from pipeline.files.console import say
 from pipeline.files.durable import LinesFile, finite, sync
 from pipeline.files.layout import METRICS, TIMINGS
-from pipeline.files.untrusted import reason_of
+from pipeline.files.untrusted import masked_tree, reason_of
 from pipeline.tracking import wandb as feed
-from pipeline.tracking.run_files import read_metrics
-from pipeline.tracking.wandb import Line, WandbFeed, numbers
+from pipeline.tracking.run_files import COLUMNS, read_metrics, rows_of_step
+from pipeline.tracking.wandb import Line, WandbFeed, has_table, numbers
 
 
 class TensorBoard:
@@ -30,27 +31,92 @@ class TensorBoard:
 
     name = "TensorBoard"
     advice = ""
+    _tracker: Any
 
     def __init__(
         self, folder: Path, config: Config, metrics: Sequence[Line], timings: Sequence[Line]
     ) -> None:
-        from accelerate.tracking import TensorBoardTracker  # the class needs an Accelerator
-
         # TensorBoard hides the points of `purge_step` and later steps, so send the last step again.
         last = max((line["step"] for line in metrics), default=0)
-        self._tracker = TensorBoardTracker("tensorboard", folder, purge_step=last)
-        self._tracker.start()
+        self._folder = folder
+        self._start(config, metrics, last)
         for line in (*metrics, *timings):
-            if line["step"] == last:
+            if line["step"] >= self._first:
                 self.metrics(line)
+        for line in metrics:
+            if line["step"] >= self._first and has_table(line, config):
+                self.episodes(line)
+
+    def _start(self, config: Config, metrics: Sequence[Line], last: int) -> None:
+        """Start, and set the first step whose lines are sent again."""
+        from accelerate.tracking import TensorBoardTracker  # the class needs an Accelerator
+
+        self._first = last
+        self._tracker = TensorBoardTracker("tensorboard", self._folder, purge_step=last)
+        self._tracker.start()
 
     def metrics(self, line: Line) -> None:
-        self._tracker.log(numbers(line), step=line["step"])
+        self._log(line["step"], numbers(line))
 
     timings = metrics
 
+    def episodes(self, line: Line) -> None:
+        """Send a table of a step's episodes."""
+        rows = rows_of_step(self._folder, line["stage"], line["step"])
+        self._log(line["step"], {"completions": self._table(rows)})
+
     def close(self, failed: bool, results: Path | None) -> None:
         self._tracker.finish()
+
+    def _table(self, rows: Sequence[list[Any]]) -> Any:
+        """Return a text: a heading and the conversation of each episode."""
+        return "\n\n".join(
+            f"**{', '.join(f'{name} {cell}' for name, cell in zip(COLUMNS, cells, strict=False))}**"
+            f"\n\n{indent(conversation, 4 * ' ', lambda _: True)}"
+            for *cells, conversation in rows
+        )
+
+    def _log(self, step: int, values: Mapping[str, Any]) -> None:
+        self._tracker.log(values, step=step)
+
+
+class Trackio(TensorBoard):
+    """A run in trackio, which keeps it on this machine unless TRACKIO_SPACE_ID names a Space.
+
+    The numbers and tables that the run lacks are sent.
+    """
+
+    name = "trackio"
+
+    def _start(self, config: Config, metrics: Sequence[Line], last: int) -> None:
+        from accelerate.tracking import TrackioTracker
+
+        self._first = 0
+        self._tracker = TrackioTracker(
+            config.tracking.project,
+            name=config.tracking.run_name or self._folder.resolve().name,
+            resume="allow" if metrics else "never",
+            config=masked_tree(config.model_dump(mode="json")),
+        )
+        self._tracker.start()
+        storage: Any = importlib.import_module("trackio.sqlite_storage").SQLiteStorage
+        run = self._tracker.run.id
+        logs = storage.get_logs(config.tracking.project, run_id=run) if metrics else []
+        # Of a resumed run, also what was sent after the checkpoint, and is now made again.
+        self._known = {(log["step"], name) for log in logs for name in log}
+
+    def episodes(self, line: Line) -> None:
+        if (line["step"], "completions") not in self._known:
+            super().episodes(line)
+
+    def _table(self, rows: Sequence[list[Any]]) -> Any:
+        made: Any = importlib.import_module("trackio").Table(columns=[*COLUMNS], data=rows)
+        return made
+
+    def _log(self, step: int, values: Mapping[str, Any]) -> None:
+        new = {name: value for name, value in values.items() if (step, name) not in self._known}
+        if new:
+            super()._log(step, new)
 
 
 def check_trackers(config: Config, by_import: bool = True) -> None:
@@ -70,6 +136,9 @@ def check_trackers(config: Config, by_import: bool = True) -> None:
 def _is_fed(package: str) -> bool:
     """Return whether a tracker gets the numbers: W&B needs a key, or a mode."""
     return package != "wandb" or feed.is_wanted()
+
+
+TRACKERS = {"wandb": WandbFeed, "tensorboard": TensorBoard, "trackio": Trackio}
 
 
 class RunLog(AbstractContextManager["RunLog"]):
@@ -107,7 +176,7 @@ class RunLog(AbstractContextManager["RunLog"]):
                     f"WANDB_API_KEY, bash scripts/wandb_sync.sh {folder} sends this run"
                 )
                 continue
-            tracker = WandbFeed if package == "wandb" else TensorBoard
+            tracker = TRACKERS[package]
             try:
                 self._trackers.append(tracker(folder, config, *read_metrics(folder)))
             except Exception as error:
@@ -122,6 +191,10 @@ class RunLog(AbstractContextManager["RunLog"]):
     def timings(self, line: Line) -> None:
         """Append a line of times, memory or hosts, with the current time as `time`."""
         self._write(TIMINGS, {**line, "time": time.time()})
+
+    def episodes(self, line: Line) -> None:
+        """Send a table of the episodes of a step, whose line this is, from the run folder."""
+        self._feed("episodes", line)
 
     def state_dict(self) -> dict[str, Any]:
         """Write the files to the disk; returns the sizes of the files."""

@@ -4,6 +4,7 @@ import json
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby, zip_longest
 from math import ceil
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from pipeline.files.layout import METRICS, TIMINGS
 Evaluation = Mapping[str, Any]
 MAX_STEPS = 50
 MAX_EPISODES = 200  # maximum numbers of steps and episodes in `episode_rows`
+MAX_OF_STEP = 32  # maximum number of episodes in `rows_of_step`
 FIELDS = ("domain", "family", "task_id", "trial", "reward", "stop_reason", "advantage")
 COLUMNS = ["stage", "step", *(n.removesuffix("_id") for n in FIELDS), "rewards", "conversation"]
 
@@ -141,14 +143,37 @@ def episode_rows(folder: Path) -> list[list[Any]]:
     for key in steps:
         lines = [line for path in files[key] for line in whole_lines(path)]
         every = ceil(len(lines) * len(steps) / MAX_EPISODES) or 1
-        for episode in map(json.loads, lines[::every]):
-            own = {"role": "system, by the chat template", "content": episode.get("preface")}
-            told = [own] * bool(own["content"]) + episode["messages"]
-            conversation = "\n\n".join(map(_text, told))
-            parts = episode.get("rewards") or episode.get("reward_breakdown") or {}
-            rewards = ", ".join(f"{name} {value}" for name, value in parts.items())
-            rows.append([*key, *map(episode.get, FIELDS), rewards, conversation])
+        rows += [[*key, *_cells(episode)] for episode in map(json.loads, lines[::every])]
     return rows
+
+
+def rows_of_step(folder: Path, stage: str, step: int) -> list[list[Any]]:
+    """Return a table of at most MAX_OF_STEP episodes of a training step, as whole groups.
+
+    The groups are evenly spaced among those of the step. The table does not depend on the number of
+    ranks.
+    """
+    paths = (folder / "trajectories" / stage).glob(f"step-{step:06d}.rank-*.jsonl.gz")
+    of_ranks = list[list[list[dict[str, Any]]]]()
+    for path in sorted(paths, key=lambda path: int(path.name.split(".")[1].removeprefix("rank-"))):
+        episodes = map(json.loads, whole_lines(path))
+        groups = groupby(episodes, key=lambda episode: (episode["domain"], episode["task_id"]))
+        of_ranks.append([list(group) for _, group in groups])
+    # A rank has collected every `num_ranks`-th group.
+    step_groups = [group for groups in zip_longest(*of_ranks, fillvalue=[]) for group in groups]
+    every = ceil(sum(map(len, step_groups)) / MAX_OF_STEP) or 1
+    chosen = [episode for group in step_groups[::every] for episode in group]
+    return [[stage, step, *_cells(episode)] for episode in chosen[:MAX_OF_STEP]]
+
+
+def _cells(episode: Mapping[str, Any]) -> list[Any]:
+    """Return a transcript's cells under COLUMNS, without stage and step."""
+    own = {"role": "system, by the chat template", "content": episode.get("preface")}
+    told = [own] * bool(own["content"]) + episode["messages"]
+    conversation = "\n\n".join(map(_text, told))
+    parts = episode.get("rewards") or episode.get("reward_breakdown") or {}
+    rewards = ", ".join(f"{name} {value}" for name, value in parts.items())
+    return [*map(episode.get, FIELDS), rewards, conversation]
 
 
 def _text(message: Mapping[str, Any]) -> str:

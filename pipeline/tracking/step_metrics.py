@@ -7,12 +7,12 @@ import os
 import platform
 import resource
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, stdev
 from typing import Any
 
 import torch
@@ -41,14 +41,19 @@ ZERO_STD = {
 
 
 def rollout_metrics(
-    batch: RolloutBatch, ranks: Ranks, config: Config, reward_names: Sequence[str] = ()
+    batch: RolloutBatch,
+    ranks: Ranks,
+    config: Config,
+    reward_names: Sequence[str] = (),
+    num_tokens: int = 0,
 ) -> tuple[dict[str, float], dict[str, tuple[int, int]]]:
     """Return a step's metrics, and each domain's numbers of episodes and of environment errors.
 
-    The replacement groups of dynamic sampling count only in tool errors, environment errors and
-    left-out episodes. Mean rewards do not count left-out episodes. `reward_names` are the names of
-    the sources of rewards; as in TRL, `rewards/NAME/mean` and `rewards/NAME/std` count the episodes
-    to which the source NAME applies.
+    The replacement groups of dynamic sampling count only in tool errors, environment errors,
+    left-out episodes and `train/num_tokens`. Mean rewards do not count left-out episodes.
+    `reward_names` are the names of the sources of rewards; as in TRL, `rewards/NAME/mean` and
+    `rewards/NAME/std` count the episodes to which the source NAME applies. `num_tokens` is
+    `train/num_tokens` of the step before.
     """
     counts = _counts(batch, config) | _reward_sums(batch, reward_names)
     total = dict(zip(counts, ranks.sum([*counts.values()]), strict=True))
@@ -67,6 +72,8 @@ def rollout_metrics(
             mean = total[f"sum {name}"] / count
             variance = max(0.0, total[f"squares {name}"] - count * mean**2) / max(1, count - 1)
             metrics |= {f"rewards/{name}/mean": mean, f"rewards/{name}/std": variance**0.5}
+    metrics |= _of_all_episodes(batch.first, ranks)
+    metrics["train/num_tokens"] = num_tokens + total["all tokens"]
     left_out = {f"{kind}/{d}": total[f"left {kind} {d}"] for kind in LEFT_OUT for d in domains}
     metrics |= {
         "rollout/episodes": episodes,
@@ -103,6 +110,9 @@ def _counts(batch: RolloutBatch, config: Config) -> dict[str, float]:
     counts: dict[str, float] = {
         "episodes": len(first),
         "tokens": sum(t.num_sampled_in_all for t in first),
+        "all tokens": sum(
+            len(one.prompt_ids) + one.num_sampled_tokens for t in played for one in t.sequences
+        ),
         "turns": sum(t.num_turns for t in first),
         "tool errors": sum(t.num_tool_errors for t in played),
         **{f"stop {r}": sum(t.stop_reason == r for t in first) for r in StopReason},
@@ -122,6 +132,36 @@ def _counts(batch: RolloutBatch, config: Config) -> dict[str, float]:
             **{f"left {why} {domain}": sum(t.left_out == why for t in all_of) for why in LEFT_OUT},
         }
     return counts
+
+
+def _of_all_episodes(mine: Sequence[Trajectory], ranks: Ranks) -> dict[str, float]:
+    """Return TRL's metrics of lengths, of the deviation of rewards, and of calls of tools.
+
+    `mine` are this rank's episodes; the metrics are those of all ranks' episodes together. A length
+    is the number of sampled tokens of an episode. An episode that a maximum of tokens ended is not
+    terminated.
+    """
+    lengths = [(t.num_sampled_in_all, t.stop_reason is StopReason.MAX_TOKENS) for t in mine]
+    rewards = [t.reward for t in mine if not t.left_out]
+    calls = [(name, *counts) for t in mine for name, counts in t.tools.items()]
+    gathered = ranks.all_gather_objects((lengths, rewards, calls), "episodes")
+    lengths, rewards, calls = (list(chain(*of)) for of in zip(*gathered, strict=True))
+    ended = [length for length, is_clipped in lengths if not is_clipped]
+    metrics = {"completions/clipped_ratio": 1 - len(ended) / len(lengths)}
+    for kind, of in (("", [length for length, _ in lengths]), ("terminated_", ended or [0])):
+        metrics |= {
+            f"completions/mean_{kind}length": sum(of) / len(of),
+            f"completions/min_{kind}length": min(of),
+            f"completions/max_{kind}length": max(of),
+        }
+    if len(rewards) > 1:
+        metrics["rollout/reward_std"] = stdev(rewards)
+    by_tool = Counter(name for name, count, _ in calls for _ in range(count))
+    num_failed = sum(failed for *_, failed in calls)
+    metrics["tools/call_frequency"] = by_tool.total() / len(lengths)
+    metrics["tools/failure_frequency"] = num_failed / (by_tool.total() or 1)
+    of_tools = {f"tools/call_frequency/{n}": by_tool[n] / len(lengths) for n in sorted(by_tool)}
+    return metrics | of_tools
 
 
 def _reward_sums(batch: RolloutBatch, names: Sequence[str]) -> dict[str, float]:

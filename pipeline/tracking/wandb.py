@@ -23,7 +23,7 @@ from pipeline.errors import UserError
 from pipeline.files.console import may_fail, say
 from pipeline.files.durable import write_text
 from pipeline.files.untrusted import masked, masked_tree, reason_of
-from pipeline.tracking.run_files import COLUMNS, episode_rows, final_numbers
+from pipeline.tracking.run_files import COLUMNS, episode_rows, final_numbers, rows_of_step
 
 FINISH_S = 20.0  # timeout, in seconds, of a call and of the last upload
 ID_FILE = Path("wandb", "run-id")  # path in the run folder
@@ -35,6 +35,12 @@ Line = Mapping[str, Any]  # a line of metrics.jsonl or timings.jsonl
 def numbers(line: Line) -> dict[str, float]:
     """Return the numeric fields of a line with a `/` in the field's name, such as `train/loss`."""
     return {key: v for key, v in line.items() if "/" in key and isinstance(v, int | float)}
+
+
+def has_table(line: Line, config: Config) -> bool:
+    """Return whether trackers get a table of the episodes of the step whose line this is."""
+    every = config.tracking.log_completions_steps
+    return every > 0 and line["kind"] == "train" and line["step"] % every == 0
 
 
 class WandbFeed:
@@ -50,12 +56,15 @@ class WandbFeed:
     def __init__(
         self, folder: Path, config: Config, metrics: Sequence[Line], timings: Sequence[Line]
     ) -> None:
+        self._folder = folder
         self._run = _start(folder, config)
         # The index of the first line to send. An offline run gets new lines only.
         self._next = self._run.starting_step if self._run.url else len(metrics)
         self._line = -1  # the index of the newest line
-        for row in rows_of(metrics, timings):
+        for line, row in zip(metrics, rows_of(metrics, timings), strict=True):
             self.metrics(row)
+            if has_table(line, config):
+                self.episodes(line)
 
     def metrics(self, line: Line) -> None:
         self._line += 1
@@ -64,6 +73,14 @@ class WandbFeed:
     def timings(self, line: Line) -> None:
         self._log(numbers(line))
 
+    def episodes(self, line: Line) -> None:
+        """Add a table of a step's episodes to the row of the step's line."""
+        if self._line >= self._next:
+            import wandb
+
+            rows: list[Any] = rows_of_step(self._folder, line["stage"], line["step"])
+            self._log({"completions": wandb.Table(columns=[*COLUMNS], data=rows)})
+
     def close(self, failed: bool = False, results: Path | None = None) -> None:
         """Send the results and wait for W&B. Raises TimeoutError if it takes too long."""
         with _in_time():
@@ -71,7 +88,7 @@ class WandbFeed:
                 send_results(self._run, results)
             self._run.finish(exit_code=int(failed))
 
-    def _log(self, row: dict[str, float]) -> None:
+    def _log(self, row: dict[str, Any]) -> None:
         if self._line >= self._next:
             with _in_time():
                 self._run.log(row, step=self._line)
@@ -146,6 +163,7 @@ def _start(folder: Path, config: Config) -> Any:
         silent=True,
         console="off",
         finish_timeout=0,  # `_in_time` has one
+        x_transaction_log_flush_interval=1.0,  # seconds that a killed run loses of an offline file
         git_remote_url="",  # the URL of a git repository may hold a token
     )
     argv = sys.argv

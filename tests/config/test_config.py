@@ -225,7 +225,10 @@ def test_help_groups_the_flags_and_shows_the_values_of_the_recipe(capsys):
             ["--mixed-precision", "fp16"],
             ("--mixed-precision: got 'fp16'", "'auto', 'bf16' or 'no'"),
         ),
-        (["--report-to", "mlflow"], ("--report-to: got 'mlflow'", "'wandb' or 'tensorboard'")),
+        (
+            ["--report-to", "mlflow"],
+            ("--report-to: got 'mlflow'", "'wandb', 'tensorboard' or 'trackio'"),
+        ),
         (["--domains", "none"], ("--domains: got []", "at least 1 item")),
         (
             ["--stage-weights", "{retail: 0}"],
@@ -500,7 +503,7 @@ def test_no_setting_of_trl_is_taken_for_a_misspelling():
     assert {"num-train-epochs", "vllm-mode", "dataset-name", "lora-dropout"} <= others
     assert len(others) > 150
     near = {name: nearest(name, own) for name in others if nearest(name, own)}
-    assert [*near] == ["vllm-importance-sampling-cap"]  # which has an answer of its own
+    assert {*near} == {"vllm-importance-sampling-cap", "log-completions"}  # which have answers
     long = {name for name in own if len(name) > 5 and not name.startswith("adam-beta")}
     assert {name: nearest(name[:-2] + name[-1], own) for name in long} == {n: n for n in long}
 

@@ -332,8 +332,9 @@ def config_of(**rollout):
 
 def played_step(rank):
     """Four groups of two: those of the stage, and two in place of dead ones; rank 1 fails."""
-    fine = {"num_tool_errors": 2}
-    ends = [fine, FAILED if rank else fine]
+    fine = {"num_tool_errors": 2, "reward": 1.0 - rank, "tools": {"find": [3, 1], "book": [1, 1]}}
+    cut = {**fine, "reward": 0.5, "completion": range(9), "stop_reason": StopReason.MAX_TOKENS}
+    ends = [fine, FAILED if rank else cut]
     trajectories = [
         make_trajectory(domain=domain, task_id=f"{rank}-{domain}", **end)
         for domain in ("desk", "shop")
@@ -358,12 +359,14 @@ def step_on_this_rank():
     accelerator = Accelerator()
     ranks = Ranks(accelerator.process_index, accelerator.num_processes, 30)
     batch = played_step(ranks.rank)
-    metrics, counts = rollout_metrics(batch, ranks, config_of())
+    metrics, counts = rollout_metrics(batch, ranks, config_of(), (), 100)
     shares = shares_of(**counts)
     names = ("rollout/tool_errors", "rollout/environment_errors", "rollout/episodes")
+    names += ("train/num_tokens", "rollout/reward_std")
+    trls = [name for name in metrics if name.startswith(("completions/", "tools/"))]
     return {
         "shares": shares.counts,
-        "metrics": {name: metrics[name] for name in names},
+        "metrics": {name: metrics[name] for name in (*names, *trls)},
         "stopped": [stopped(ranks, shares, limit, batch.trajectories) for limit in (0.25, 0.2)],
     }
 
@@ -382,6 +385,20 @@ def test_errors_of_all_that_all_ranks_played_are_counted():
             "rollout/tool_errors": 12,
             "rollout/environment_errors": 2,
             "rollout/episodes": 4,
+            # 100 before, and of eight episodes 3 of a prompt and 2 sampled, or 9 of the two cut off
+            "train/num_tokens": 100 + 8 * 3 + 6 * 2 + 2 * 9,
+            "rollout/reward_std": (0.6875 / 3) ** 0.5,  # of 1, 0.5, 0 and 0
+            "completions/clipped_ratio": 0.25,
+            "completions/mean_length": 3.75,
+            "completions/min_length": 2,
+            "completions/max_length": 9,
+            "completions/mean_terminated_length": 2,
+            "completions/min_terminated_length": 2,
+            "completions/max_terminated_length": 2,
+            "tools/call_frequency": 3.0,  # of the stage's own four episodes, of which three called
+            "tools/failure_frequency": 0.5,
+            "tools/call_frequency/book": 0.75,
+            "tools/call_frequency/find": 2.25,
         },
         "stopped": [
             None,

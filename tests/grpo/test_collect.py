@@ -157,6 +157,7 @@ def test_rewards_and_dead_groups_are_logged_of_the_stages_own_groups_by_domain(c
     StageProgress("all", 1, is_main=True).step(found)
     assert "reward left 0.38 right 0.17  replaced 9 groups" in capsys.readouterr().err
     without = metrics_of(plain, collect(plain))
+    assert 0 < without.pop("train/num_tokens") < found["train/num_tokens"]  # all that were played
     assert without == {key: found[key] for key in without}
 
 

@@ -79,7 +79,7 @@ FIFTHS = [0.2] * 5
 def test_the_clipped_loss_of_five_tokens():
     loss, stats, gradient = loss_of(RATIOS, ADVANTAGES, FIFTHS)
     assert loss == close(-0.096)  # -(1.0 + 1.28 + 0.5 - 1.5 - 0.8) * 0.2
-    assert stats.clipped == 2.0
+    assert stats.clipped == 2.0 and stats.clipped_low == stats.clipped_high == 1.0
     assert stats.sampling_logp_difference.item() == close(2 * math.log(1.5) + 2 * math.log(2))
     assert stats.sampling_logp_difference_max.item() == close(math.log(2))
     assert not any(value.requires_grad for value in vars(stats).values())

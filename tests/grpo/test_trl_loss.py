@@ -329,6 +329,10 @@ def test_the_loss_and_its_gradient_are_trls(
     if level == "token" and settings.delta is None:  # TRL counts clipped sequences, and no delta
         name = "cispo_clip_ratio" if loss_type == "cispo" else "clip_ratio/region_mean"
         assert float(sums.clipped) / num_tokens == pytest.approx(metrics[name], rel=TOLERANCE)
+    if level == "token" and loss_type != "cispo":
+        for at in ("low", "high"):
+            found = float(getattr(sums, f"clipped_{at}")) / num_tokens
+            assert found == pytest.approx(metrics[f"clip_ratio/{at}_mean"], rel=TOLERANCE) and found
 
 
 @pytest.mark.parametrize(
@@ -497,6 +501,10 @@ def test_two_iterations_on_stored_logprobs_are_two_steps_of_trls_training(
     assert difference < 1e-6
     assert first["train/clip_ratio"] == 0.0 and first["train/sampling_logp_difference_max"] < 1e-12
     assert second["train/clip_ratio"] > 0.05 and second["train/sampling_logp_difference_max"] > 0.1
+    sides = [second.get(f"clip_ratio/{at}_mean", 0.0) for at in ("low", "high", "region")]
+    if loss_type != "cispo":  # settings.delta clips more tokens, and TRL does not count them
+        assert 0 < sides[2] <= second["train/clip_ratio"]
+        assert sides[2] == pytest.approx(sides[0] + sides[1])
     assert first["train/grad_norm"] > settings.max_grad_norm  # it is clipped
 
 

@@ -8,9 +8,9 @@ from pipeline.commands.main import main as command
 from pipeline.errors import UserError
 from pipeline.evaluation.transfer import differences, summary
 from pipeline.plots.drawing import draw, shown
-from pipeline.plots.pictures import pareto
+from pipeline.plots.pictures import curves, pareto
 from pipeline.report import comparison
-from pipeline.report.write import main, render
+from pipeline.report.write import main, render, rich
 from tests.support.report_runs import THREE, edited, make_run, matplotlib_home  # noqa: F401
 
 
@@ -112,6 +112,68 @@ def test_runs_given_one_by_one_need_a_place_for_their_comparison(sweep, tmp_path
     text = (tmp_path / "out" / "comparison.md").read_text()
     assert "There is no mixed training among these runs" in text
     assert "Difference to mixed" not in text
+
+
+def test_success_at_the_end_is_paired_by_task_and_unequal_tasks_are_named(sweep, tmp_path):
+    for name in ("replay=0.05", "replay=0.5"):
+        for seed in (1, 2):
+            run = f"{name}-seed-{seed}"
+            shutil.copytree(sweep / run, tmp_path / run)
+            with edited(tmp_path / run / "results.json") as results:
+                for entry in results["evaluations"] if name == "replay=0.5" else ():
+                    tasks = entry["success"]["retail"]["tasks"]
+                    entry["success"]["retail"]["tasks"] = {t: tasks[t] for t in [*tasks][60:80]}
+                    entry["success"]["telecom"]["tasks"] = {"other": [1.0, 1.0]}
+    found, unequal = comparison.minus_first(configurations_of(tmp_path))
+    changes = found["replay 0.5"]
+    # Of 100 tasks with two trials, 62.5 were solved and 75 are: of tasks 60 to 79, 2.5 and 15.
+    value, low, high = changes["airline"]
+    assert value == 0.125 and 0.05 < low < value < high < 0.2
+    assert changes["retail"][0] == pytest.approx(12.5 / 20) and changes["telecom"] is None
+    assert unequal == [
+        "replay 0.5: retail 20 and 100 (20 in both), telecom 1 and 100 (0 in both)",
+    ]
+    text = markdown_of(configurations_of(tmp_path))
+    assert (
+        f"| replay 0.5 | {shown(changes['airline'], '+')} | {shown(changes['retail'], '+')} |"
+        in text
+    )
+    assert f"**Unequal held-out tasks**, of a row and of replay 0.05: {unequal[0]}." in text
+
+
+def test_curves_have_a_line_for_each_run_and_its_colour_in_both_pictures(configurations):
+    figures = draw({"curves": curves, "pareto": pareto}, configurations)
+    grid = figures["curves"].axes
+    assert [axes.get_ylabel() for axes in grid[::2]] == list(THREE)
+    success = grid[1].get_lines()
+    assert len(success) == 6  # three configurations with two seeds
+    assert [list(line.get_ydata()) for line in success[2:4]] == [[0.375, 0.625, 0.625, 0.625]] * 2
+    of_rewards = [
+        line for line in grid[0].get_lines() if line.get_color() == success[4].get_color()
+    ]
+    assert [len(line.get_xdata()) for line in of_rewards] == [10] * 6  # three stages, two seeds
+    colours = [line.get_color() for line in figures["pareto"].axes[0].get_lines()]
+    assert {line.get_color() for line in success} <= set(colours)
+
+
+def test_a_run_is_a_link_to_its_report_if_it_has_one(sweep, tmp_path):
+    folder = tmp_path / "a b"
+    folder.mkdir()
+    for name in ("with", "without"):
+        shutil.copytree(sweep / f"replay={0.5 if name == 'with' else 0.05}-seed-1", folder / name)
+    (folder / "with" / "report.html").write_text("")
+    assert (
+        main([str(folder / "with"), str(folder / "without"), "--output", str(tmp_path / "c")]) == 0
+    )
+    page = (tmp_path / "c" / "comparison.html").read_text()
+    assert '<a href="../a%20b/with/report.html"><code>with</code></a>' in page
+    assert "<code>without</code></li>" in page.replace("\n", "")
+    for text in (
+        "[`x`](//host/report.html)",
+        "[`x`](https://host/report.html)",
+        "[x](a/report.html)",
+    ):
+        assert "<a" not in rich(text)
 
 
 @pytest.mark.parametrize("other", ["episodes", "tasks"])

@@ -1,6 +1,7 @@
 """The rows for W&B are those of a real run, and the dashboard shows names that exist."""
 
 import json
+import re
 import socket
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from pipeline.rollout.trajectory import StopReason
 from pipeline.tracking.run_files import episode_rows, final_numbers
 from pipeline.tracking.wandb import numbers, rows_of
 from scripts import wandb_dashboard
+from tests.support import ROOT
 from tests.support.warm import play
 
 RUN = [
@@ -82,6 +84,21 @@ def test_the_dashboard_shows_names_that_a_run_writes(
     assert {name for config in bars for name in config["metrics"]} - set(final) - never == set()
     (stops,) = [c for c in lines if c["metrics"][0].startswith("rollout/stop/")]
     assert stops["metrics"] == [f"rollout/stop/{reason}" for reason in StopReason]
+
+
+@WARNS_OF_ITSELF
+def test_the_picture_in_the_documents_has_the_panels_of_the_script(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert wandb_dashboard.main(["--picture", str(tmp_path / "a.svg")]) == 0
+    drawn, shipped = (
+        re.findall(r"<text.*?>(.*?)</text>", path.read_text())
+        for path in (tmp_path / "a.svg", ROOT / "docs" / "dashboard.svg")
+    )
+    assert drawn == shipped and len(drawn) > 100
+    assert wandb_dashboard.main(["--picture", "a.gif"]) == 2
+    line = "error: --picture: got a.gif; give a name that ends with .svg or .png\n"
+    assert capsys.readouterr().err == line
 
 
 def test_the_dashboard_needs_an_entity(capsys: pytest.CaptureFixture[str]) -> None:

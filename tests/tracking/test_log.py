@@ -10,12 +10,14 @@ from types import SimpleNamespace
 
 import pytest
 
+from pipeline.checkpoints.transcripts import save_transcripts
 from pipeline.config.settings import Config
 from pipeline.distributed.ranks import Ranks
 from pipeline.errors import UserError
 from pipeline.files.durable import read_records
 from pipeline.tracking.log import RunLog, check_trackers
 from pipeline.tracking.progress import StageProgress, episodes_of
+from scripts.proofs.grid import make_trajectory
 from tests.support import ROOT
 from tests.support.messages import says
 
@@ -78,7 +80,7 @@ def test_a_missing_tracker_is_the_users_mistake_on_every_rank(tmp_path, monkeypa
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("package", ["tensorboard", "wandb"])
+@pytest.mark.parametrize("package", ["tensorboard", "trackio", "wandb"])
 def test_a_tracker_that_cannot_be_imported_is_refused_before_a_run(tmp_path, monkeypatch, package):
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.delitem(sys.modules, package, raising=False)
@@ -227,6 +229,98 @@ def test_tensorboard_has_the_numbers_of_the_files_once_whatever_was_begun_before
     assert found["perf/step_s"] == [(1, 1.5)]
     names = {name for record in (START, TRAIN, TIMES) for name in record if "/" in name}
     assert set(found) == names
+
+
+def test_tensorboard_has_the_text_of_a_steps_episodes_once(tmp_path):
+    from tensorboard.backend.event_processing.plugin_event_accumulator import EventAccumulator
+
+    settings = config("tensorboard", log_completions_steps=1)
+    line = {**TRAIN, "step": 2}
+    call = {"function": {"name": "book", "arguments": {"flight": "F1"}}}
+    episode = make_trajectory(domain="airline", task_id="t1", reward=0.5)
+    episode.messages += [{"role": "assistant", "content": "", "tool_calls": [call]}]
+    save_transcripts(tmp_path / "trajectories" / "airline", 2, 0, [episode], [0.25])
+    with RunLog(tmp_path, settings, is_main=True) as log:
+        log.metrics(line)
+        log.episodes(line)
+        state = log.state_dict()
+    with RunLog(tmp_path, settings, is_main=True, state=state) as log:
+        log.metrics({**TRAIN, "step": 3})
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    (text,) = events.Tensors("completions/text_summary")
+    assert (text.step, text.tensor_proto.string_val[0].decode()) == (
+        2,
+        "**stage airline, step 2, domain airline, family , task t1, trial 0, reward 0.5, "
+        "stop_reason completed, advantage 0.25, rewards **\n\n"
+        '    assistant: book({"flight": "F1"})',
+    )
+
+
+TRACKIO = """  # what a run asks of it; each call of `log` reaches the disk
+import json
+from pathlib import Path
+
+file = Path(__file__).with_suffix(".jsonl")
+
+
+class Run:
+    id = "1"
+    def log(self, values, step):
+        with file.open("a") as lines:
+            lines.write(json.dumps({"step": step, **values}) + chr(10))
+    def finish(self):
+        pass
+
+
+def init(**asked):
+    with file.with_suffix(".asked").open("a") as lines:
+        lines.write(json.dumps(asked) + chr(10))
+    return Run()
+
+
+def Table(columns, data):
+    return [dict(zip(columns, row)) for row in data]
+
+
+class SQLiteStorage:
+    def get_logs(project, run_id):
+        assert (project, run_id) == ("three-domain-grpo", "1")
+        return [json.loads(line) for line in file.read_text().splitlines()]
+"""
+
+
+def test_trackio_gets_each_number_once_though_a_run_was_resumed(tmp_path, monkeypatch):
+    package = tmp_path / "trackio"
+    package.mkdir()
+    (package / "__init__.py").write_text("from trackio.sqlite_storage import *")
+    (package / "sqlite_storage.py").write_text(TRACKIO)
+    monkeypatch.syspath_prepend(tmp_path)
+    settings = config("trackio", log_completions_steps=2, run_name="mine")
+    folder = tmp_path / "run"
+    save_transcripts(folder / "trajectories" / "airline", 2, 0, [make_trajectory(domain="airline")])
+    second = {**TRAIN, "step": 2}
+    with RunLog(folder, settings, is_main=True) as log:
+        log.metrics(TRAIN)
+        log.timings(TIMES)
+        state = log.state_dict()
+        log.metrics(second)  # after the checkpoint
+        log.episodes(second)
+    sent = package / "sqlite_storage.jsonl"
+    before = read_records(sent)
+    sent.write_text("".join(sent.read_text().splitlines(keepends=True)[1:]))  # the first was lost
+    with RunLog(folder, settings, is_main=True, state=state) as log:
+        log.metrics(second)
+        log.episodes(second)
+        log.metrics({**TRAIN, "step": 3})
+    assert read_records(sent) == [*before[1:], before[0], {**before[0], "step": 3}]
+    assert before[0] == {"step": 1, **{name: TRAIN[name] for name in TRAIN if "/" in name}}
+    assert [line["step"] for line in before if "completions" in line] == [2]
+    asked = read_records(package / "sqlite_storage.asked")
+    assert [(of["name"], of["resume"]) for of in asked] == [("mine", "never"), ("mine", "allow")]
+    assert not {"space_id", "server_url"} & asked[0].keys()
+    for name in ("trackio", "trackio.sqlite_storage"):
+        monkeypatch.delitem(sys.modules, name)
 
 
 def test_a_tracker_that_fails_is_given_up_with_one_warning(tmp_path, points, capsys, monkeypatch):

@@ -17,15 +17,18 @@ import psutil
 import pytest
 from PIL import Image
 
+from pipeline.checkpoints.transcripts import save_transcripts
 from pipeline.config.recipe import dump
 from pipeline.config.settings import Config
 from pipeline.errors import UserError
 from pipeline.files.durable import read_records
 from pipeline.tracking import wandb as feed
 from pipeline.tracking.log import RunLog
-from pipeline.tracking.run_files import episode_rows
+from pipeline.tracking.run_files import COLUMNS, episode_rows, rows_of_step
 from scripts import wandb_dashboard, wandb_sync
+from scripts.proofs.grid import make_trajectory
 from tests.support import ROOT
+from tests.support.wandb_file import history_of
 from tests.support.warm_process import WarmRun
 
 START = {"kind": "eval", "stage": "start", "after": "start", "step": 0, "eval/retail/success": 0.0}
@@ -271,6 +274,79 @@ def test_the_server_has_each_line_once_though_a_run_was_killed(tmp_path, server)
     assert server.rows == [
         (step - 1, {"step": step, "train/loss": step / 64}) for step in range(1, 71)
     ]
+
+
+TABLES = """
+import os, signal, sys, time
+from pathlib import Path
+from pipeline.config.settings import Config
+from pipeline.tracking.log import RunLog
+from tests.support.wandb_file import history_of
+
+folder = Path(sys.argv[1])
+tracking = {"report_to": ["wandb"], "log_completions_steps": 10}
+log = RunLog(folder, Config.model_validate({"tracking": tracking}), is_main=True)
+for step in range(1, 23):
+    line = {"kind": "train", "stage": "airline", "step": step, "train/loss": step / 64}
+    log.metrics(line)
+    if step % 10 == 0:
+        log.episodes(line)
+(path,) = folder.glob("wandb/offline-run-*/run-*.wandb")
+while len(history_of(path)) < 21:
+    time.sleep(0.05)  # W&B's process writes each second
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_killed_runs_offline_folder_has_the_tables_of_the_steps_before(tmp_path, machine):
+    machine.setenv("WANDB_MODE", "offline")
+    for step in (10, 20):
+        transcript(tmp_path, "airline", step, 3, advantage=step / 32)
+    script = tmp_path / "killed.py"
+    script.write_text(TABLES)
+    command = [sys.executable, str(script), str(tmp_path)]
+    assert WarmRun(command, cwd=ROOT, stderr=subprocess.DEVNULL).wait(120) == -9
+    (path,) = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
+    rows = history_of(path)
+    assert [row["step"] for row in rows] == list(range(1, 22))  # the last is not yet a whole row
+    paths = {row["step"]: row["completions/path"] for row in rows if "completions/path" in row}
+    assert list(paths) == [10, 20]
+    for step, name in paths.items():
+        table = json.loads((path.parent / "files" / name).read_text())
+        assert table["columns"] == COLUMNS
+        assert [row[1] for row in table["data"]] == [step] * 3
+        assert table["data"][0][6:9] == [1.0, "completed", step / 32]
+        assert table["data"][0][-1].startswith("user: a flight, please")
+
+
+def test_tables_are_sent_once_though_a_resume_sends_what_the_server_lacks(tmp_path, server):
+    settings = config(log_completions_steps=2)
+    for step in (2, 4):
+        transcript(tmp_path, "airline", step, 3)
+    with RunLog(tmp_path, settings, is_main=True) as log:
+        write(log, START, train(1), train(2))
+        log.episodes(train(2))
+        state = log.state_dict()
+    for lost in (0, 1):
+        del server.history[len(server.history) - lost :]  # the row of step 2, with its table
+        with RunLog(tmp_path, settings, is_main=True, state=state):
+            pass
+        tables = [row["completions"]["nrows"] for row in server.history if "completions" in row]
+        assert ([step for _, step in server.steps], tables) == ([0, 1, 2], [3])
+
+
+def test_the_table_of_a_step_has_whole_groups_on_any_number_of_ranks(tmp_path):
+    groups = [[(f"t{g}", trial) for trial in range(8)] for g in range(12)]
+    for num_ranks in (1, 3):
+        for rank in range(num_ranks):
+            folder = tmp_path / str(num_ranks) / "trajectories" / "airline"
+            mine = [pair for group in groups[rank::num_ranks] for pair in group]
+            episodes = [make_trajectory(task_id=task, trial=trial) for task, trial in mine]
+            save_transcripts(folder, 7, rank, episodes)
+    one, three = (rows_of_step(tmp_path / name, "airline", 7) for name in ("1", "3"))
+    assert one == three
+    assert [row[4:6] for row in one] == [[f"t{g}", k] for g in (0, 3, 6, 9) for k in range(8)]
+    assert rows_of_step(tmp_path, "airline", 7) == []
 
 
 def test_a_fresh_start_is_another_run_in_the_group_of_the_environment(tmp_path, server, machine):
