@@ -159,6 +159,9 @@ class Page:
                 assert main(words[1:]) == 0
         elif (flags := flags_of_run(words)) is not None:
             self._train(flags)
+        elif words[0] == "three-domain-grpo" and {"watch", "--web"} & {*words}:
+            self._serve(["-m", "pipeline", *words[1:]])
+            self.close()
         elif words[0] == "three-domain-grpo":
             argv = words[1:]
             assert main(shortened(argv) if argv[0] == "sweep" else argv) == 0, words
@@ -198,15 +201,22 @@ class Page:
         argv = [word for word in words[2:] if word != "&"]
         if path.name == "optuna_study.py":
             argv = [*shortened(argv), "--validation-steps", "2"]
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join((str(ROOT), str(self.cwd)))}
-        started = subprocess.Popen([sys.executable, path, *argv], cwd=self.cwd, env=environment)
         if words[-1] == "&":
-            self.services.append(started)
-            while not psutil.Process(started.pid).net_connections():  # until the service listens
-                assert started.poll() is None, words
-                time.sleep(0.1)
+            self._serve([str(path), *argv])
         else:
-            assert started.wait() == 0, words
+            assert self._started([str(path), *argv]).wait() == 0, words
+
+    def _started(self, arguments: list[str]) -> subprocess.Popen[bytes]:
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join((str(ROOT), str(self.cwd)))}
+        return subprocess.Popen([sys.executable, *arguments], cwd=self.cwd, env=environment)
+
+    def _serve(self, arguments: list[str]) -> None:
+        """Start a program, and wait until it listens."""
+        started = self._started(arguments)
+        self.services.append(started)
+        while not psutil.Process(started.pid).net_connections():
+            assert started.poll() is None, arguments
+            time.sleep(0.1)
 
 
 def shortened(words: list[str]) -> list[str]:
