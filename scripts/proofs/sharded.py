@@ -8,7 +8,7 @@
   allocated bytes are compared with its share of weights, gradients and moments, one layer, the
   sampler's whole copy, and activations (what one rank needs beyond what it holds after an update).
 - checkpoint: the growth while a checkpoint is written, against the share that a rank holds, and the
-  time, against the time of plain writing on rank 0.
+  time, against the time of plain writing on rank 0, where each rank has a core.
 
 The exit code is 1 if a bound is broken. `tests/distributed/test_sharding.py` has a small update,
 resumes on other ranks, and draws.
@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import os
 import sys
 import tempfile
 import threading
@@ -216,7 +217,11 @@ def memory(num_layers: int, hidden: int) -> list[tuple[str, float, float]]:
         )
         seconds = max(result["seconds"] for result in results[num_ranks])
         ratio = seconds / alone["seconds"]
-        rows.append((f"{num_ranks} ranks: time of writing / plain", ratio, TIME_BOUND))
+        name = f"{num_ranks} ranks: time of writing / plain"
+        if num_ranks <= (os.cpu_count() or 1):
+            rows.append((name, ratio, TIME_BOUND))
+        else:  # ranks that share a core write one after the other
+            print(f"{name:<52}{ratio:8.3g}  not judged: more ranks than cores")
     return rows
 
 
