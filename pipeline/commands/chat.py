@@ -4,6 +4,7 @@ import json
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -111,7 +112,8 @@ def main(argv: list[str]) -> int:
         return 0
     if options.web:
         print("the conversation is over; its page stays until Ctrl-C", flush=True)
-        threading.Event().wait()
+        with suppress(KeyboardInterrupt):
+            threading.Event().wait()
     return 0
 
 

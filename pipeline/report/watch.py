@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from itertools import compress
 from operator import not_
@@ -175,7 +175,7 @@ def main(arguments: Sequence[str]) -> int:
     server: Any = serve(options.folder, options.host, options.port)
     end = "Ctrl-C ends the page" if options.parent is None else "as long as the run lasts"
     print(f"watch {options.folder} in a browser: {server.address} ({end})", flush=True)
-    with server:
+    with server, suppress(KeyboardInterrupt):
         threading.Thread(target=server.serve_forever, daemon=True).start()
         while options.parent in (None, os.getppid()):
             time.sleep(PAUSE_S)
