@@ -2,6 +2,7 @@
 
 import hmac
 import secrets
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
@@ -23,6 +24,10 @@ class Handler(BaseHTTPRequestHandler):
 
     def get(self, path: str, query: dict[str, list[str]]) -> tuple[int, str, str]:
         raise NotImplementedError
+
+    def handle(self) -> None:
+        with suppress(ConnectionError):  # a browser that leaves is no fault
+            super().handle()
 
     def do_GET(self) -> None:
         if self.is_allowed():

@@ -21,7 +21,6 @@ from operator import not_
 from pathlib import Path
 from typing import Any
 
-from pipeline.errors import UserError
 from pipeline.files.console import command
 from pipeline.files.layout import METRICS, TIMINGS
 from pipeline.files.untrusted import printable
@@ -60,7 +59,7 @@ class LivePage:
         self._make(load_run(folder))
 
     def _make(self, run: RunData) -> None:
-        self._files = self._seen()
+        files = self._seen()
         self._status = of_run.status_of(run)
         meanings = run.results.get("reward_parts")
         reader = read_episodes(
@@ -78,6 +77,7 @@ class LivePage:
         sections = [section for section in [*first, *sections] if section["blocks"]]
         self.html = page_of(title, sections, self._svgs, reader, self.version + 1)
         self.version += 1
+        self._files = files
 
     def _draw(self, run: RunData) -> None:
         every = len(run.train) // MOST_POINTS or 1
@@ -124,8 +124,8 @@ class LivePage:
                     self._make(run)
                     del run
                 self._trouble = ""
-            except (OSError, UserError) as error:  # the folder may be gone, or half copied
-                self._trouble = str(error)
+            except Exception as error:  # the folder may be gone or half copied: the page says so
+                self._trouble = f"{type(error).__name__}: {error}"
 
 
 def _curves(sections: Sequence[dict[str, Any]]) -> dict[str, Any]:
