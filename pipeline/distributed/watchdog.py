@@ -250,8 +250,8 @@ class Watchdog:
 
     def _write_ranks(self, is_over: bool = False, why: str = "") -> None:
         """Write where each rank is, for those who watch the run."""
-        if self.run_folder is None:
-            return
+        if self.run_folder is None or not (self.run_folder / ".lock").exists():
+            return  # the folder may be another one by now
         beats = [self._own, *(self._others[rank] for rank in sorted(self._others))]
         shown = ("rank", "host", "phase", "waits_for", "idle_s")
         ranks = [{name: getattr(beat, name) for name in shown} for beat in beats]
