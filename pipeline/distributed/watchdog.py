@@ -77,7 +77,7 @@ class Watchdog:
 
     A rank without progress for `timeout_s` is at fault. Set `can_resume` to True when the run has a
     checkpoint. `advice` is printed after the message about a rank that hangs or has ended. Set
-    `run_folder` on rank 0 to let it write there, each second, where each rank is.
+    `run_folder` on rank 0 to let it write there, with its heartbeats, where each rank is.
     Processes that are forked from this rank close `not_for_children`, and so does the end.
     """
 

@@ -7,7 +7,7 @@ from pathlib import Path
 RUN_SETTINGS = "config.yaml"
 METRICS = "metrics.jsonl"
 TIMINGS = "timings.jsonl"
-RANKS = "ranks.json"  # where each rank is, written each second
+RANKS = "ranks.json"  # where each rank is, written each half second
 
 ADAPTER_CONFIG = "adapter_config.json"
 TOY_BYTES = 80 << 20  # of 20 million weights in float32

@@ -38,11 +38,15 @@ class Handler(BaseHTTPRequestHandler):
         """Return whether this request may be answered; if not, refuse it."""
         query = parse_qs(urlsplit(self.path).query)
         if self.token:
-            is_allowed = hmac.compare_digest(query.get("token", [""])[0], self.token)
+            is_allowed = hmac.compare_digest(
+                query.get("token", [""])[0].encode(), self.token.encode()
+            )
         else:
             is_allowed = urlsplit(f"//{self.headers.get('Host', '')}").hostname in HERE
         if not is_allowed:
-            self.answer(403, "text/plain", "the address needs its token")
+            self.answer(
+                403, "text/plain", "not this address; open the one that the command has printed"
+            )
         return is_allowed
 
     def answer(self, code: int, kind: str, text: str) -> None:

@@ -1,7 +1,7 @@
 """Where a run is, from the files in its folder; `three-domain-grpo status RUN ...` prints it.
 
-This module imports no torch. Rank 0 writes `ranks.json` each second; a file that is older than
-STALE_S seconds is of a run that was killed.
+This module imports no torch. Rank 0 writes `ranks.json` each half second; a file that is
+older than STALE_S seconds is of a run that was killed.
 """
 
 import argparse

@@ -143,7 +143,7 @@ def test_the_server_reads_alone_and_answers_only_its_own_machine_or_who_has_the_
         whole = address.replace("0.0.0.0", "127.0.0.1")
         assert "?token=" in whole
         assert answer(whole)[0] == 200
-        assert answer(whole[:-1] + "!")[0] == 403
+        assert answer(whole[:-1] + "!")[0] == answer(f"{whole}%C3%A9")[0] == 403
         assert answer(whole.partition("?")[0])[0] == 403
     assert {path: path.stat().st_mtime_ns for path in run_folder.rglob("*")} == before
     with pytest.raises(UserError, match=r"^report: .*holds no run"):
