@@ -387,7 +387,9 @@ def curves(configurations: Sequence[Configuration]) -> Figure:
     grid = figure.subplots(len(domains), 2, sharex=True, squeeze=False)
     for (left, right), domain in zip(grid, domains, strict=True):
         left.set_ylabel(domain, fontweight="bold")
-        right.set_ylim(-0.03, 1.03)
+        is_graded = any(run.is_graded(domain) for c in configurations for run in c.runs)
+        for axes in (right,) if is_graded else (left, right):
+            axes.set_ylim(-0.03, 1.03)
         for configuration, name, (colour, marker, size) in styled:
             style = {"color": colour, "linewidth": 1.2, "clip_on": False}
             for run in configuration.runs:
