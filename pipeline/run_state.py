@@ -1,6 +1,7 @@
 """A run on one rank as data; how it is opened; its evaluations, checkpoints and results."""
 
 import json
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -45,7 +46,7 @@ from pipeline.evaluation.evaluate import (
     unscored_trials,
     write_results,
 )
-from pipeline.files.console import may_fail
+from pipeline.files.console import may_fail, say
 from pipeline.files.durable import write_text
 from pipeline.grpo.learner import Learner
 from pipeline.preflight.check import check_and_prepare
@@ -112,7 +113,7 @@ class Run:
     def say(self, text: str) -> None:
         """Print a line on rank 0."""
         if self.ranks.is_main:
-            print(text, flush=True)
+            say(text, sys.stdout)
 
     def drain_logged(self, prefix: str) -> dict[str, float]:
         """Return the metrics that reward functions have logged since the last call."""
@@ -230,7 +231,7 @@ def open_run(
     name = (resumed or Path(config.model.model)).name
     notes = refuse_other_origin(origin, made_of, name, config.run.override, parts.about)
     for line in notes if ranks.is_main else ():
-        print(line, flush=True)
+        say(line)
     state = TrainState()
     error_rates = ErrorRates()
     dead_domains = DeadDomains()
@@ -262,9 +263,9 @@ def open_run(
         judge=judge.ask if judge else None,
     )
     if learner.note and ranks.is_main:
-        print(f"warning: {learner.note}", flush=True)
+        say(f"warning: {learner.note}")
     if config.grpo.shard != "none" and ranks.num_ranks == 1:
-        print("note: shard has no effect on one rank", flush=True)
+        say("note: shard has no effect on one rank")
     first = config.data.domains[0]
     learner.check_agreement(parts.prompt_ids(first, parts.longest[first][0]))
     learner.sampling.max_episodes = parts.episodes_at_once

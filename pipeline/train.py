@@ -33,7 +33,8 @@ from pipeline.evaluation.evaluate import (
     validation_metrics,
 )
 from pipeline.export.folder import push_after_training
-from pipeline.files.console import command, may_fail
+from pipeline.files.console import command, kept_warnings, may_fail
+from pipeline.files.layout import WARNINGS
 from pipeline.grpo.collect import RolloutBatch, collect_rollouts, give_advantages
 from pipeline.grpo.updater import Updater
 from pipeline.models.fitting import fitted
@@ -43,7 +44,6 @@ from pipeline.run_state import Run, evaluate_held_out, open_run
 from pipeline.tracking import step_metrics
 from pipeline.tracking.progress import StageProgress
 from pipeline.tracking.step_metrics import Meter, over_iterations, rollout_metrics
-from pipeline.tracking.wandb import has_table
 
 # Mean differences of log-probabilities between sampler and training, in nats, above which a run
 # warns: 3 times those of healthy runs of SmolLM2-135M in bf16, whose maxima over a step of 3,500
@@ -209,9 +209,11 @@ def update(run: Run, stage: Stage, batch: RolloutBatch) -> dict[str, float]:
 def record(
     run: Run, stage: Stage, batch: RolloutBatch, statistics: dict[str, float], meter: Meter
 ) -> dict[str, float]:
-    """Count a finished step, write the step's metrics and timings, and return the metrics."""
+    """Count a finished step, write its transcripts, metrics and timings; return the metrics."""
     run.state.step = run.state.step + 1
     run.state.stage = stage.name
+    advantages = [sample.advantage for sample in batch.samples]
+    run.save_transcripts(stage.name, batch.trajectories, advantages)
     run.records += [trajectory.record() for trajectory in batch.trajectories]
     rewards = run.learner.rollout.rewards
     names = [] if rewards is None else rewards.names(run.parts.environments.values())
@@ -254,13 +256,7 @@ def _refuse_unscored(run: Run, stage: Stage, metrics: Mapping[str, float]) -> No
 
 
 def end_step(run: Run, stage: Stage, batch: RolloutBatch) -> None:
-    """Write transcripts, report the start, look for faults and dead domains, validate."""
-    advantages = [sample.advantage for sample in batch.samples]
-    run.save_transcripts(stage.name, batch.trajectories, advantages)
-    line = {"kind": "train", "stage": stage.name, "step": run.state.step}
-    if has_table(line, run.config):
-        run.ranks.barrier("transcripts")
-        run.log.episodes(line)
+    """Report the start, look for faults and dead domains, validate."""
     if run.state.step == 1:
         report_start(run, batch)
     stop_on_errors(run.ranks, run.error_rates, run.config.rollout, batch.trajectories)
@@ -390,9 +386,8 @@ def main(
             raise fault or error from None
         for line in lines:
             run.say(line)
-        is_watched = config.run.watch and ranks.is_main
-        page = watched(run.folder) if is_watched else nullcontext()
-        with run.log, closing(run.learner), page:
+        page = watched(run.folder) if config.run.watch and ranks.is_main else nullcontext()
+        with kept_warnings(run.folder / WARNINGS), run.log, closing(run.learner), page:
             try:
                 code = carry_out(run, end)
             except Exception as error:

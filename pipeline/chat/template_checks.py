@@ -1,7 +1,6 @@
 """Checks of a chat template on test conversations, at the start of a run."""
 
 import os
-import warnings
 from collections.abc import Callable, Iterator
 from itertools import product
 from typing import Any
@@ -9,6 +8,7 @@ from typing import Any
 from pipeline.chat.text import STUB, Parsed, Special
 from pipeline.data.tasks import Message
 from pipeline.errors import UserError
+from pipeline.files.console import say
 
 Render = Callable[..., str]  # a function with the arguments of `apply_chat_template`
 ReadBack = Callable[[Message], Parsed | None]  # returns None if the template cannot write a message
@@ -175,4 +175,4 @@ def warn_of_lost_thoughts(render: Render, opening: str) -> None:
 def warn_once(text: str) -> None:
     """Show a warning on the first rank only."""
     if os.environ.get("RANK", "0") == "0":
-        warnings.warn(text, stacklevel=5)
+        say(f"warning: {text}")

@@ -32,6 +32,7 @@ from pipeline.config.settings import RunSettings
 from pipeline.distributed.ranks import Ranks
 from pipeline.distributed.sharding import is_sharded
 from pipeline.errors import SHUTDOWN_TIMEOUT, MachineError
+from pipeline.files.console import say
 from pipeline.files.durable import sync, write_text
 from pipeline.models import lora
 from pipeline.models.sampling_copy import has_adapters
@@ -169,7 +170,7 @@ class Checkpointer:
         # Later checkpoints may have replaced it.
         if name and not ranks.all_gather_objects((self.folder / name).is_dir(), "best")[0]:
             if ranks.is_main:
-                print(f"warning: keep_best: {name} is gone; the best from now on is kept")
+                say(f"warning: keep_best: {name} is gone; the best from now on is kept")
             state.best = {}
 
     @property
@@ -241,7 +242,7 @@ class Checkpointer:
         is_launched = self.ranks.is_main and "TORCHELASTIC_RUN_ID" in os.environ
         if is_launched and seconds > limit_s:
             why = f"took {seconds:.0f} s, but the launcher ends ranks {limit_s:.0f} s after SIGTERM"
-            print(f"warning: a save {why}; set {SHUTDOWN_TIMEOUT}={2 * seconds:.0f}", flush=True)
+            say(f"warning: a save {why}; set {SHUTDOWN_TIMEOUT}={2 * seconds:.0f}")
         return seconds
 
     def write(self, name: str, model: Any, moments: SavedState | None = None) -> Path:

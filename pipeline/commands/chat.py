@@ -2,9 +2,8 @@
 
 import json
 import sys
-import threading
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Mapping, Sequence
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -72,28 +71,27 @@ def main(argv: list[str]) -> int:
     chat = chat_of(checkpoint, domain)
     sets = task_sets(config, domain, long_prompts(config, domain, chat))
     task = find_task(sets, domain, options.task, seed)
-    tell, typed = tell_terminal, type_in_terminal
+    place: Terminal | ChatPage = Terminal()
     if options.web:
-        page = ChatPage(f"{name} of {options.run.resolve().name}", options.human)
-        print(f"chat in a browser: {page.address} (Ctrl-C ends it)", flush=True)
-        tell, typed = page.tell, page.typed
+        place = ChatPage(f"{name} of {options.run.resolve().name}")
+        print(f"chat in a browser: {place.address} (Ctrl-C ends it)", flush=True)
     how = "greedy" if options.greedy else f"sampled at temperature {config.rollout.temperature:g}"
-    tell("model", f"{checkpoint}; {how}, seed {seed}")
-    tell("domain", f"{name}, of {', '.join(names)}")
-    tell("task", f"{task.id} {task.family}".rstrip())
-    conversation = Conversation(options.human, chat, tell, typed)
+    place.tell("model", f"{checkpoint}; {how}, seed {seed}")
+    place.tell("domain", f"{name}, of {', '.join(names)}")
+    place.tell("task", f"{task.id} {task.family}".rstrip())
+    conversation = Conversation(options.human, chat, place)
     limits = config.rollout
     hooks: dict[str, Any] = {"reply": conversation.reply, "watch": conversation.watch}
     if options.human:
-        count = min(NUM_EXAMPLES, len(sets.held_out))
-        others = generator(seed, "examples", name).sample(range(len(sets.held_out)), count)
-        requests = [sets.held_out[i].prompt[-1]["content"] for i in others]
-        tell("examples", [str(request).strip() for request in requests if request])
+        some = min(NUM_EXAMPLES, len(sets.held_out))
+        others = generator(seed, "examples", name).sample(sets.held_out, some)
+        requests = [task.prompt[-1]["content"] for task in others]
+        place.tell("examples", [str(request).strip() for request in requests if request])
         if is_toy(str(checkpoint.path)):
-            tell("note", "a model as small as this one answers only such requests; else, noise")
+            place.tell("note", "so small a model answers only such requests; else, noise")
         limits = limits.model_copy(update={"call_timeout": NO_DEADLINE_S, "rollout_timeout": None})
     elif served_domains(config, {name: domain}, {name: [task]}):
-        tell("customer", config.customer.in_words)
+        place.tell("customer", config.customer.in_words)
         timeout = config.rollout.call_timeout
         model = LanguageModel("customer", config.customer, timeout, checkpoint.run, name="chat")
         hooks["opening_messages"] = Customers(model, [name]).opening_messages
@@ -102,18 +100,17 @@ def main(argv: list[str]) -> int:
         model = LanguageModel("judge", config.judge, timeout, checkpoint.run, name="chat")
         hooks["judge"] = model.ask
     rollout = load_rollout(checkpoint, domain, chat, limits, **hooks)
-    # The random numbers of the task's first trial in an evaluation with this seed.
-    key = stream_key(seed, "evaluation", *task.key, 0)
     try:
-        (trajectory,) = rollout([RolloutRequest(task=task, trial=0, key=key)], options.greedy)
-        conversation.tell_end(trajectory)
+        for trial in count() if options.web else range(1):
+            # The random numbers of the task's trial in an evaluation with this seed.
+            key = stream_key(seed, "evaluation", *task.key, trial)
+            request = RolloutRequest(task=task, trial=trial, key=key)
+            conversation.tell_end(rollout([request], options.greedy)[0])
+            if options.web:
+                place.tell("over", "send begins another conversation; Ctrl-C in the terminal ends")
+                place.typed()
     except (KeyboardInterrupt, EOFError):
-        print("\nended before the conversation did")
-        return 0
-    if options.web:
-        print("the conversation is over; its page stays until Ctrl-C", flush=True)
-        with suppress(KeyboardInterrupt):
-            threading.Event().wait()
+        print("\nended before the conversation did" * (not options.web))
     return 0
 
 
@@ -159,23 +156,36 @@ def load_rollout(
     return Rollout(policy, chat, environments, limits, rewards=rewards, **hooks)
 
 
+class Terminal:
+    """Shows lines, and waits for what a person types."""
+
+    def typed(self) -> str:
+        """Return a line that a person types; raises EOFError at the end of the input."""
+        text = input(styled("customer".ljust(INDENT), "bold"))
+        if not sys.stdin.isatty():
+            print(printable(text))  # the terminal has not shown the line
+        return text.strip()
+
+    def tell(self, name: str, content: str | Sequence[str]) -> None:
+        """Print a text or lines beside a name in the first column; print nothing for no lines."""
+        lines = content.splitlines() if isinstance(content, str) else list(content)
+        if len(lines) > MOST_LINES:
+            lines[MOST_LINES:] = [f"... and {len(lines) - MOST_LINES} lines more"]
+        if name in APART:
+            print()
+        for number, line in enumerate(lines):
+            heading = (name if number == 0 else "").ljust(INDENT)
+            print(styled(f"{heading}{printable(line)}", STYLES.get(name, "dim")), flush=True)
+
+
 class Conversation:
-    """Shows a conversation and its outcome. With `is_human`, a person types as the customer.
+    """Shows a conversation and its outcome. With `is_human`, a person types as the customer."""
 
-    `tell` shows a text or lines beside a name; `typed` waits for what the person types.
-    """
-
-    def __init__(
-        self,
-        is_human: bool,
-        chat: Chat,
-        tell: Callable[[str, str | Sequence[str]], None],
-        typed: Callable[[], str],
-    ) -> None:
+    def __init__(self, is_human: bool, chat: Chat, place: Terminal | ChatPage) -> None:
         self.is_human = is_human
         self.chat = chat
-        self.tell = tell
-        self.typed = typed
+        self.tell = place.tell
+        self.typed = place.typed
         self.environment: Any = None
         self.before: dict[str, str] = {}  # the database before the first message of the model
 
@@ -279,23 +289,3 @@ def _call(function: Mapping[str, Any]) -> str:
     arguments = function.get("arguments", {}).items()
     texts = (f"{name}={json.dumps(value, ensure_ascii=False)}" for name, value in arguments)
     return f"{function['name']}({', '.join(texts)})"
-
-
-def type_in_terminal() -> str:
-    """Return a line that a person types; raises EOFError at the end of the input."""
-    text = input(styled("customer".ljust(INDENT), "bold"))
-    if not sys.stdin.isatty():
-        print(printable(text))  # the terminal has not shown the line
-    return text.strip()
-
-
-def tell_terminal(name: str, content: str | Sequence[str]) -> None:
-    """Print a text or lines beside a name in the first column; print nothing for no lines."""
-    lines = content.splitlines() if isinstance(content, str) else list(content)
-    if len(lines) > MOST_LINES:
-        lines[MOST_LINES:] = [f"... and {len(lines) - MOST_LINES} lines more"]
-    if name in APART:
-        print()
-    for number, line in enumerate(lines):
-        heading = (name if number == 0 else "").ljust(INDENT)
-        print(styled(f"{heading}{printable(line)}", STYLES.get(name, "dim")), flush=True)

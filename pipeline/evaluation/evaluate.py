@@ -23,7 +23,7 @@ from pipeline.data.tasks import Task
 from pipeline.distributed.ranks import Ranks
 from pipeline.errors import RunError, UserError
 from pipeline.evaluation.transfer import is_graded, pass_hat_k, succeeded, summary, worse
-from pipeline.files.console import command, may_fail
+from pipeline.files.console import command, may_fail, say
 from pipeline.files.durable import write_text
 from pipeline.grpo.micro_batches import make_micro_batches
 from pipeline.grpo.updater import Updater
@@ -288,7 +288,7 @@ class KLProbe:
             except (OSError, ValueError, TypeError, LookupError, RecursionError):
                 if self._ranks.is_main:
                     state = "damaged" if path.is_file() else "gone"
-                    print(f"warning: {path} is {state}, so there is no KL of {stage.name}")
+                    say(f"warning: {path} is {state}, so there is no KL of {stage.name}")
 
     def _add(self, episodes: Sequence[dict[str, Any]]) -> None:
         self.episodes |= grouped((Trajectory(**episode) for episode in episodes), "domain")

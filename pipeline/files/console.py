@@ -1,13 +1,17 @@
 """How this process is called, what it prints, and how it imports libraries and users' modules."""
 
 import gc
+import logging
 import os
 import sys
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import import_module
+from logging.handlers import MemoryHandler
+from pathlib import Path
 from types import ModuleType
+from typing import TextIO
 
 from pipeline.files.untrusted import printable, reason_of
 
@@ -15,6 +19,8 @@ from pipeline.files.untrusted import printable, reason_of
 STARTED_AS = "PIPELINE_STARTED_AS"
 USER_PACKAGES = set[str]()  # top-level names of the user's modules, which may be installed
 STYLES = {"bold": 1, "dim": 2, "cyan": 36}  # ANSI codes
+WARNING = "warning: "  # how a line begins that `kept_warnings` keeps
+_kept = MemoryHandler(1000, flushLevel=logging.WARNING)  # holds the lines until there is a file
 
 
 def command(name: str) -> str:
@@ -25,8 +31,27 @@ def command(name: str) -> str:
     return f"{form or 'python -m pipeline'} {name}"
 
 
-def say(line: str) -> None:
-    print(printable(line), file=sys.stderr, flush=True)
+def say(line: str, stream: TextIO | None = None) -> None:
+    """Print a line on stderr, or on another stream; keep a line that begins with WARNING."""
+    line = printable(line)
+    print(line, file=stream or sys.stderr, flush=True)
+    if line.startswith(WARNING):
+        words = line.removeprefix(WARNING).replace("\n", " ")
+        _kept.handle(logging.makeLogRecord({"msg": words, "levelno": logging.WARNING}))
+
+
+@contextmanager
+def kept_warnings(path: Path) -> Iterator[None]:
+    """Append the warnings of this process to a file: those of the context, and those before."""
+    file = logging.FileHandler(path, encoding="utf-8", delay=True)
+    file.setFormatter(logging.Formatter("%(asctime)s %(message)s", "%Y-%m-%d %H:%M:%S"))
+    _kept.setTarget(file)
+    _kept.flush()
+    try:
+        yield
+    finally:
+        _kept.setTarget(None)
+        file.close()
 
 
 def styled(text: str, style: str) -> str:
@@ -51,7 +76,7 @@ def may_fail(what: str, advice: str) -> Iterator[None]:
     except Exception as error:
         frame = traceback.extract_tb(error.__traceback__)[-1]
         why = f"{type(error).__name__}: {reason_of(error)} ({frame.filename}, line {frame.lineno})"
-        print(f"warning: {what}: {why}; what was trained is whole; {advice}", flush=True)
+        say(f"warning: {what}: {why}; what was trained is whole; {advice}")
 
 
 @contextmanager

@@ -7,6 +7,7 @@ from pathlib import Path
 RUN_SETTINGS = "config.yaml"
 METRICS = "metrics.jsonl"
 TIMINGS = "timings.jsonl"
+WARNINGS = "warnings.txt"
 RANKS = "ranks.json"  # where each rank is, written each half second
 
 ADAPTER_CONFIG = "adapter_config.json"

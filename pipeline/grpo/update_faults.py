@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from pipeline.distributed.ranks import Ranks
+from pipeline.files.console import say
 from pipeline.files.untrusted import printable
 from pipeline.grpo.micro_batches import MicroBatch
 
@@ -31,10 +32,9 @@ def smaller_budget(budget: int, batches: Sequence[MicroBatch], failed: int, rank
         )
     while budget >= largest:
         budget //= 2
-    print(
+    say(
         f"warning: out of memory in a micro-batch of {num_tokens} tokens on rank {rank}; "
-        f"going on with max_tokens_per_microbatch {budget}",
-        flush=True,
+        f"going on with max_tokens_per_microbatch {budget}"
     )
     return budget
 
@@ -80,4 +80,4 @@ def _save(folder: Path, ranks: Ranks, suspects: Sequence[tuple[MicroBatch, float
         folder.mkdir(exist_ok=True)
         path.write_bytes(content.getvalue())
     except OSError as error:
-        print(f"warning: {path} could not be written ({error})", flush=True)
+        say(f"warning: {path} could not be written ({error})")

@@ -28,6 +28,7 @@ from pipeline.distributed.sharding import (
     start_over,
     whole,
 )
+from pipeline.files.console import say
 from pipeline.grpo.algorithm import JOINED, JOINED_RATIOS, TokenStats, grpo_loss, token_weights
 from pipeline.grpo.micro_batches import (
     Item,
@@ -122,7 +123,7 @@ class Updater:
         shared = settings.share_prefixes and not settings.padding_free
         self.shares_prefixes = shared and module.shares_prefixes
         if shared and not module.shares_prefixes and ranks.is_main:
-            print("warning: share_prefixes is ignored; it needs sdpa and layers of full attention")
+            say("warning: share_prefixes is ignored; it needs sdpa and layers of full attention")
         self.parameters = [p for p in module.parameters() if p.requires_grad]
         shards_moments = settings.shard == "optimizer" and ranks.num_ranks > 1
         make = ShardedAdamW if shards_moments else torch.optim.AdamW
@@ -458,7 +459,7 @@ class Updater:
         if self.ranks.is_main:
             at = "" if step is None else f"step {step}: "
             why = "the loss or gradient was not finite, so the update was skipped"
-            print(f"warning: {at}{why} {suspects}", flush=True)
+            say(f"warning: {at}{why} {suspects}")
 
 
 def _over_batches(

@@ -1,7 +1,6 @@
 """Loads tokenizers and models, and tells which device and precision a run uses."""
 
 import os
-import warnings
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
@@ -16,11 +15,11 @@ from pipeline.config.settings import Config, ModelSettings
 from pipeline.distributed.children import rehearse
 from pipeline.environments.domains import Domain
 from pipeline.errors import UserError
+from pipeline.files.console import say
 from pipeline.files.hub import hub_reachable
 from pipeline.files.untrusted import (
     is_inside,
     parse_json,
-    printable,
     read_file,
     reason_of,
     shown,
@@ -128,11 +127,8 @@ def load_folder(
         )
     vars(model).pop("hf_device_map", None)  # Trainers would look for several devices.
     if unused := sorted(info["unexpected_keys"]):
-        warnings.warn(
-            f"{folder} holds {len(unused)} weights that the model does not use, such as "
-            f"{printable(unused[0])}",
-            stacklevel=1,
-        )
+        what = f"{len(unused)} weights that the model does not use, such as {unused[0]}"
+        say(f"warning: {folder} holds {what}")
     return model
 
 

@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
@@ -12,6 +13,7 @@ from pipeline.checkpoints.run_folder import check_folder, folder_of
 from pipeline.config.rules import left_out
 from pipeline.config.settings import Config
 from pipeline.errors import UserError
+from pipeline.files.console import say
 from pipeline.files.untrusted import printable
 from pipeline.models import lora
 from pipeline.models.capabilities import why_generate
@@ -34,7 +36,8 @@ def check_and_prepare(config: Config) -> Prepared:
     memory = Memory(config, parts.tokenizer, parts.longest_prompts())
     lines += memory.lower_episodes()
     if os.environ.get("RANK", "0") == "0":
-        print("".join(f"{line}\n" for line in lines), end="", flush=True)
+        for line in lines:
+            say(line, sys.stdout)
     refuse_full_disk(memory)
     memory.refuse_lack()
     return replace(parts, episodes_at_once=memory.config.rollout.max_concurrent_episodes)

@@ -171,19 +171,21 @@ def minus_first(
     the tasks that both have played. An entry of the list names a
     configuration with other tasks, and the numbers of tasks.
     """
-    first, *others = [_ends(c.runs) for c in configurations]
+    first, *others = configurations
+    base = _ends(first.runs)
     found = dict[str, dict[str, Any]]()
     unequal = list[str]()
-    for configuration, ends in zip(configurations[1:], others, strict=True):
-        of_domains = found[configuration.label] = {}
+    for configuration in others:
         counts = list[str]()
-        for domain, mine in ends.items():
-            theirs = first.get(domain, {})
-            both = sorted(mine.keys() & theirs.keys())
-            changes = [mine[task] - theirs[task] for task in both]
-            of_domains[domain] = estimate(mean_samples(changes, f"end {domain}")) if both else None
+        of_domains = found[configuration.label] = {}
+        for domain, mine in _ends(configuration.runs).items():
+            theirs = base.get(domain, {})
+            changes = [mine[task] - theirs[task] for task in sorted(mine.keys() & theirs.keys())]
+            if changes:
+                of_domains[domain] = estimate(mean_samples(changes, f"end {domain}"))
             if mine.keys() != theirs.keys():
-                counts.append(f"{domain} {len(mine)} and {len(theirs)} ({len(both)} in both)")
+                both = f"{len(changes)} in both"
+                counts.append(f"{domain} {len(mine)} and {len(theirs)} ({both})")
         if counts:
             unequal.append(f"{configuration.label}: {', '.join(counts)}")
     return found, unequal

@@ -11,43 +11,62 @@ from pipeline.errors import UserError
 
 PORT = 8765
 HERE = ("127.0.0.1", "localhost", "::1")
+MOST_BYTES = 100_000  # of what a person types
+
+Answer = tuple[int, str, str]  # status, media type and text
+NO_PAGE: Answer = (404, "text/plain", "there is no such page")
+
+
+class Page:
+    """What a server serves."""
+
+    def get(self, path: str, query: dict[str, list[str]]) -> Answer:
+        """Answer GET."""
+        return NO_PAGE
+
+    def take(self, words: str) -> None:
+        """Take what a person has typed on the page."""
 
 
 class Handler(BaseHTTPRequestHandler):
-    """Answers GET with what `get` returns: a status, a media type and a text.
+    """Answers a browser with `page`.
 
-    Other machines' pages cannot ask: their name stands in the header Host. On an address that other
+    Pages of other sites cannot ask: their name stands in the header Host. On an address that other
     machines reach, each request needs the token.
     """
 
+    page: Page
     token = ""
-
-    def get(self, path: str, query: dict[str, list[str]]) -> tuple[int, str, str]:
-        raise NotImplementedError
 
     def handle(self) -> None:
         with suppress(ConnectionError):  # a browser that leaves is no fault
             super().handle()
 
-    def do_GET(self) -> None:
-        if self.is_allowed():
-            asked = urlsplit(self.path)
-            self.answer(*self.get(asked.path, parse_qs(asked.query)))
-
-    def is_allowed(self) -> bool:
-        """Return whether this request may be answered; if not, refuse it."""
-        query = parse_qs(urlsplit(self.path).query)
+    def parse_request(self) -> bool:
+        """Read the head of a request; refuse a request that may not be answered."""
+        if not super().parse_request():
+            return False
         if self.token:
-            is_allowed = hmac.compare_digest(
-                query.get("token", [""])[0].encode(), self.token.encode()
-            )
+            (given,) = parse_qs(urlsplit(self.path).query).get("token", [""])[:1]
+            is_allowed = hmac.compare_digest(given.encode(), self.token.encode())
         else:
             is_allowed = urlsplit(f"//{self.headers.get('Host', '')}").hostname in HERE
         if not is_allowed:
-            self.answer(
-                403, "text/plain", "not this address; open the one that the command has printed"
-            )
+            why = "not this address; open the one that the command has printed"
+            self.answer(403, "text/plain", why)
         return is_allowed
+
+    def do_GET(self) -> None:
+        asked = urlsplit(self.path)
+        self.answer(*self.page.get(asked.path, parse_qs(asked.query)))
+
+    def do_POST(self) -> None:
+        size = int(self.headers.get("Content-Length", 0))
+        # A page of another site cannot send this header.
+        if self.headers.get("X-Page") != "1" or not 0 <= size <= MOST_BYTES:
+            return self.answer(403, "text/plain", "only the page may send, and no more than fits")
+        self.page.take(self.rfile.read(size).decode(errors="replace").strip())
+        self.answer(200, "text/plain", "")
 
     def answer(self, code: int, kind: str, text: str) -> None:
         content = text.encode()
@@ -68,12 +87,13 @@ class Handler(BaseHTTPRequestHandler):
         """Print no line for each request."""
 
 
-def server_of(handler: type[Handler], host: str, port: int | None) -> Any:
-    """Return a server, whose attribute `address` is for a browser.
+def server_of(page: Page, host: str, port: int | None) -> Any:
+    """Return a server of a page; its attribute `address` is for a browser.
 
     Without a port, it is PORT or a free one. Raises UserError if the port is taken.
     """
-    handler.token = "" if host in HERE else secrets.token_urlsafe()
+    token = "" if host in HERE else secrets.token_urlsafe()
+    handler = type("PageHandler", (Handler,), {"page": page, "token": token})
     server: Any = None
     for number in (PORT, 0) if port is None else (port,):
         try:
@@ -82,6 +102,5 @@ def server_of(handler: type[Handler], host: str, port: int | None) -> Any:
             if number == port:
                 why = f"got port {port} on {host} ({error.strerror})"
                 raise UserError(f"watch: {why}; give another --port or --host") from None
-    query = f"?token={handler.token}" if handler.token else ""
-    server.address = f"http://{host}:{server.server_port}/{query}"
+    server.address = f"http://{host}:{server.server_port}/" + f"?token={token}" * bool(token)
     return server

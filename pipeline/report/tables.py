@@ -5,7 +5,6 @@ reports never compare these measurements with each other.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from datetime import timedelta
 from math import ceil
 from statistics import fmean
 from typing import Any
@@ -167,8 +166,8 @@ def pass_hat_table(transfer: Mapping[str, Any]) -> Rows:
     return [["in all of k trials", *names], *rows] if rows else []
 
 
-def data_of(run: RunData) -> dict[str, Any]:
-    """Return the variables of the template `run.md.jinja`, except the title."""
+def data_of(run: RunData, live: bool = False) -> dict[str, Any]:
+    """Return the variables of the template `run.md.jinja`; `live` if the run goes on."""
     columns: dict[str, dict[str, Any]] = {}
     if transfer := run.transfer:
         area = {"area_under_curve": transfer["area_under_curve"]}
@@ -176,6 +175,8 @@ def data_of(run: RunData) -> dict[str, Any]:
     metrics = sorted({key for record in run.train for key, value in record.items() if value})
     return {
         "run": run,
+        "title": run.folder.resolve().name,
+        "live": live,
         "metrics": metrics,  # with a value other than 0 in any step
         "ends": [e for e in before_and_after(run.evaluations) if e],
         "kinds": KINDS,
@@ -237,10 +238,6 @@ def _fact(value: Any) -> str:
         between = "; " if any(isinstance(item, list) for item in value.values()) else ", "
         return between.join(f"{name}: {_fact(item)}" for name, item in value.items())
     return ", ".join(map(_fact, value)) if isinstance(value, list) else str(value)
-
-
-def duration(seconds: float) -> str:
-    return f"{timedelta(seconds=round(seconds))} h"
 
 
 def share(records: Iterable[Mapping[str, Any]], key: str) -> str:

@@ -15,7 +15,6 @@ import argparse
 import base64
 import hashlib
 import re
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import median
@@ -26,7 +25,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup, escape
 
 from pipeline.errors import UserError
-from pipeline.files.console import command
+from pipeline.files.console import command, in_words, say
 from pipeline.files.untrusted import printable
 from pipeline.plots import drawing, pictures
 from pipeline.report import comparison
@@ -35,7 +34,6 @@ from pipeline.report.tables import (
     METRICS,
     aligned,
     data_of,
-    duration,
     ends_in_words,
     failures,
     metric,
@@ -61,21 +59,14 @@ def write_report(folder: Path) -> None:
     run = load_run(folder)
     reader = read_episodes(folder, run.success_threshold, run.results.get("reward_parts"))
     figures = drawing.draw(pictures.OF_RUN, run)
-    write_files(
-        folder / "report",
-        "run.md.jinja",
-        figures,
-        reader,
-        title=folder.resolve().name,
-        **data_of(run),
-    )
+    write_files(folder / "report", "run.md.jinja", figures, reader, **data_of(run))
 
 
 def write_comparison(folders: Sequence[Path], output: Path) -> None:
     """Write a comparison of runs into `output`; raise UserError if runs are not comparable."""
     runs, unfinished = comparison.finished(folders)
     for run in unfinished:
-        print(f"warning: {run.folder} is not finished and is left out", file=sys.stderr)
+        say(f"warning: {run.folder} is not finished and is left out")
     configurations = comparison.configurations_of(runs)
     output.mkdir(parents=True, exist_ok=True)
     drawn = {"curves": pictures.curves, "pareto": pictures.pareto}
@@ -157,9 +148,8 @@ def final_table(results: Mapping[str, Any]) -> str:
         for table in tables
     ]
     numbers = results["transfer"].get("metrics", {})
-    made = environment(autoescape=False)
-    made.filters |= {"aligned": aligned, "number": number, "shown": shown}
-    text = made.get_template("final.txt.jinja").render(
+    return in_text(
+        "final.txt.jinja",
         results=results,
         tables=[*marked, *filter(None, [pass_hat_table(results["transfer"])])],
         legend=fill(legend, MOST_CHARACTERS),
@@ -167,7 +157,13 @@ def final_table(results: Mapping[str, Any]) -> str:
         worse=results.get("worse", {"found": []}),
         numbers=[[METRICS[n], metric(numbers[n], n)] for n in AT_THE_END if n in numbers],
     )
-    return text.rstrip("\n")
+
+
+def in_text(template: str, **data: Any) -> str:
+    """Render a template for the terminal."""
+    made = environment(autoescape=False)
+    made.filters |= {"aligned": aligned, "number": number, "shown": shown, "in_words": in_words}
+    return made.get_template(template).render(**data).rstrip("\n")
 
 
 def sections_of(markdown: str) -> list[dict[str, Any]]:
@@ -221,7 +217,7 @@ def render(template: str, **data: Any) -> str:
     # The Markdown has no HTML escapes, because `page.html` escapes the texts later.
     made = environment(autoescape=False, finalize=plain)
     made.filters |= {"shown": shown, "metric": metric, "number": number, "median": median}
-    made.filters |= {"table": table, "after_name": after_name, "duration": duration, "share": share}
+    made.filters |= {"table": table, "after_name": after_name, "in_words": in_words, "share": share}
     text = made.get_template(template).render(METRICS=METRICS, row=row, **data)
     text = re.sub(r"(?<=[^\n])\n *(?=[^\s|#!-])", " ", text)
     return re.sub(r"\n{3,}", "\n\n", text).strip() + "\n"

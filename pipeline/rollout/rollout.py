@@ -15,6 +15,7 @@ from pipeline.customers import OpeningMessage, record
 from pipeline.environments.calls import TICK_S, Calls, run
 from pipeline.environments.faults import FaultLog
 from pipeline.environments.tools import Judge, reply_of
+from pipeline.files.console import say
 from pipeline.models.rank_memory import give_memory_back, is_out_of_memory
 from pipeline.rollout.episode import Episode, Reply, Shared, Watch
 from pipeline.rollout.episode import RolloutRequest as RolloutRequest
@@ -300,10 +301,9 @@ class SamplerPolicy:
             most = self.limits.max_tokens
             raise RuntimeError(f"out of memory in one episode; lower max_tokens, now {most}")
         self.max_episodes = number // 2
-        print(
+        say(
             f"warning: out of memory in a rollout with {number} episodes at once; going on with "
-            f"max_concurrent_episodes {self.max_episodes}",
-            flush=True,
+            f"max_concurrent_episodes {self.max_episodes}"
         )
 
     def close(self, conversation: Conversation) -> None:

@@ -9,6 +9,7 @@ import torch
 from pipeline.chat.template import Chat
 from pipeline.config.settings import RolloutSettings
 from pipeline.errors import UserError
+from pipeline.files.console import say
 from pipeline.files.untrusted import shown
 from pipeline.models.capabilities import other_stops, why_generate
 from pipeline.models.lora import base_model
@@ -123,10 +124,9 @@ def make_sampler(
     if why is not None:
         make = GenerateSampler
     if why is not None and is_main:
-        print(
+        say(
             f"warning: {type(plain).__name__} is sampled through generate, every message from the "
-            f"start again, which is slower than one cache over all turns; {why}",
-            flush=True,
+            f"start again, which is slower than one cache over all turns; {why}"
         )
     return make(
         model,

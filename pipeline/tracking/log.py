@@ -19,11 +19,11 @@ from pipeline.config.settings import Config
 from pipeline.errors import UserError
 from pipeline.files.console import say
 from pipeline.files.durable import LinesFile, finite, sync
-from pipeline.files.layout import METRICS, TIMINGS
+from pipeline.files.layout import METRICS, TIMINGS, WARNINGS
 from pipeline.files.untrusted import masked_tree, reason_of
 from pipeline.tracking import wandb as feed
-from pipeline.tracking.run_files import COLUMNS, read_metrics, rows_of_step
-from pipeline.tracking.wandb import Line, WandbFeed, has_table, numbers
+from pipeline.tracking.run_files import COLUMNS, read_metrics
+from pipeline.tracking.wandb import Line, WandbFeed, episodes_of, numbers
 
 
 class TensorBoard:
@@ -39,13 +39,11 @@ class TensorBoard:
         # TensorBoard hides the points of `purge_step` and later steps, so send the last step again.
         last = max((line["step"] for line in metrics), default=0)
         self._folder = folder
+        self._config = config
         self._start(config, metrics, last)
         for line in (*metrics, *timings):
             if line["step"] >= self._first:
                 self.metrics(line)
-        for line in metrics:
-            if line["step"] >= self._first and has_table(line, config):
-                self.episodes(line)
 
     def _start(self, config: Config, metrics: Sequence[Line], last: int) -> None:
         """Start, and set the first step whose lines are sent again."""
@@ -56,14 +54,11 @@ class TensorBoard:
         self._tracker.start()
 
     def metrics(self, line: Line) -> None:
-        self._log(line["step"], numbers(line))
+        rows = episodes_of(line, self._folder, self._config)
+        table = {"completions": self._table(rows)} if rows else {}
+        self._log(line["step"], numbers(line) | table)
 
     timings = metrics
-
-    def episodes(self, line: Line) -> None:
-        """Send a table of a step's episodes."""
-        rows = rows_of_step(self._folder, line["stage"], line["step"])
-        self._log(line["step"], {"completions": self._table(rows)})
 
     def close(self, failed: bool, results: Path | None) -> None:
         self._tracker.finish()
@@ -104,10 +99,6 @@ class Trackio(TensorBoard):
         logs = storage.get_logs(config.tracking.project, run_id=run) if metrics else []
         # Of a resumed run, also what was sent after the checkpoint, and is now made again.
         self._known = {(log["step"], name) for log in logs for name in log}
-
-    def episodes(self, line: Line) -> None:
-        if (line["step"], "completions") not in self._known:
-            super().episodes(line)
 
     def _table(self, rows: Sequence[list[Any]]) -> Any:
         made: Any = importlib.import_module("trackio").Table(columns=[*COLUMNS], data=rows)
@@ -168,7 +159,8 @@ class RunLog(AbstractContextManager["RunLog"]):
             self._files[name] = LinesFile(folder / name, sizes.get(name, 0))
         sync(folder)
         if state is None:
-            (folder / feed.ID_FILE).unlink(missing_ok=True)
+            for name in (feed.ID_FILE, WARNINGS):
+                (folder / name).unlink(missing_ok=True)
         for package in config.tracking.report_to:
             if not _is_fed(package):
                 say(
@@ -185,16 +177,15 @@ class RunLog(AbstractContextManager["RunLog"]):
                 _warn(tracker, error)
 
     def metrics(self, line: Line) -> None:
-        """Append a line of numbers that the seed determines."""
+        """Append a line of numbers that the seed determines.
+
+        The transcripts of its step are in the run folder by now, on all ranks.
+        """
         self._write(METRICS, line)
 
     def timings(self, line: Line) -> None:
         """Append a line of times, memory or hosts, with the current time as `time`."""
         self._write(TIMINGS, {**line, "time": time.time()})
-
-    def episodes(self, line: Line) -> None:
-        """Send a table of the episodes of a step, whose line this is, from the run folder."""
-        self._feed("episodes", line)
 
     def state_dict(self) -> dict[str, Any]:
         """Write the files to the disk; returns the sizes of the files."""

@@ -129,4 +129,5 @@ def say_start(opened: Opened, step: int, config: Config, stages: Sequence[Stage]
                 f"{grpo.reference_tasks_per_step} tasks per step, scale_lr {grpo.scale_lr} to "
                 f"{wanted})"
             )
-    print("\n".join(notes), flush=True)
+    for note in notes:
+        say(note, sys.stdout)

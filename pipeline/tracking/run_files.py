@@ -4,7 +4,7 @@ import json
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby, zip_longest
+from itertools import groupby
 from math import ceil
 from pathlib import Path
 from typing import Any
@@ -78,7 +78,7 @@ class RunData:
 def load_run(folder: Path) -> RunData:
     """Read a run folder. Raises UserError if the folder holds no run."""
     if not (folder / "config.yaml").is_file():
-        raise UserError(f"report: {folder} holds no run (no config.yaml); give a run folder")
+        raise UserError(f"{folder} holds no run (no config.yaml); give the folder of a run")
     curriculum = _read_json(folder / "curriculum.json", stages=[], replay=0.0, preview=0.0)
     results = _read_json(folder / "results.json", evaluations=[], baselines={})
     metrics, timings = read_metrics(folder)
@@ -113,7 +113,7 @@ def _read_json(path: Path, **missing: Any) -> dict[str, Any]:
     try:
         return {**missing, **(json.loads(path.read_text("utf-8")) if path.is_file() else {})}
     except (ValueError, TypeError, RecursionError):
-        raise UserError(f"report: {path} is not what a run writes; restore it") from None
+        raise UserError(f"{path} is not what a run writes; restore it") from None
 
 
 def _of_training(lines: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -138,32 +138,27 @@ def transcripts_in(folder: Path) -> dict[tuple[str, int], list[Path]]:
 def episode_rows(folder: Path) -> list[list[Any]]:
     """Return a table of at most MAX_EPISODES episodes, evenly spaced over steps and evaluations."""
     files = transcripts_in(folder)
-    rows = []
     steps = list(files)[:: ceil(len(files) / MAX_STEPS) or 1]
-    for key in steps:
-        lines = [line for path in files[key] for line in whole_lines(path)]
-        every = ceil(len(lines) * len(steps) / MAX_EPISODES) or 1
-        rows += [[*key, *_cells(episode)] for episode in map(json.loads, lines[::every])]
-    return rows
+    return [row for key in steps for row in _rows(key, files[key], MAX_EPISODES // len(steps))]
 
 
 def rows_of_step(folder: Path, stage: str, step: int) -> list[list[Any]]:
-    """Return a table of at most MAX_OF_STEP episodes of a training step, as whole groups.
-
-    The groups are evenly spaced among those of the step. The table does not depend on the number of
-    ranks.
-    """
+    """Return a table of at most MAX_OF_STEP episodes of a training step."""
     paths = (folder / "trajectories" / stage).glob(f"step-{step:06d}.rank-*.jsonl.gz")
-    of_ranks = list[list[list[dict[str, Any]]]]()
-    for path in sorted(paths, key=lambda path: int(path.name.split(".")[1].removeprefix("rank-"))):
-        episodes = map(json.loads, whole_lines(path))
-        groups = groupby(episodes, key=lambda episode: (episode["domain"], episode["task_id"]))
-        of_ranks.append([list(group) for _, group in groups])
-    # A rank has collected every `num_ranks`-th group.
-    step_groups = [group for groups in zip_longest(*of_ranks, fillvalue=[]) for group in groups]
-    every = ceil(sum(map(len, step_groups)) / MAX_OF_STEP) or 1
-    chosen = [episode for group in step_groups[::every] for episode in group]
-    return [[stage, step, *_cells(episode)] for episode in chosen[:MAX_OF_STEP]]
+    return _rows((stage, step), paths, MAX_OF_STEP)
+
+
+def _rows(key: tuple[str, int], paths: Iterable[Path], most: int) -> list[list[Any]]:
+    """Return a table of whole groups, in an order that does not depend on the number of ranks."""
+    episodes = [json.loads(line) for path in paths for line in whole_lines(path)]
+    episodes.sort(key=lambda episode: (*_task_of(episode), episode["trial"]))
+    groups = [list(group) for _, group in groupby(episodes, key=_task_of)]
+    chosen = [episode for group in groups[:: ceil(len(episodes) / most) or 1] for episode in group]
+    return [[*key, *_cells(episode)] for episode in chosen[:most]]
+
+
+def _task_of(episode: Mapping[str, Any]) -> tuple[str, str]:
+    return episode["domain"], episode["task_id"]
 
 
 def _cells(episode: Mapping[str, Any]) -> list[Any]:

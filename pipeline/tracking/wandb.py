@@ -37,10 +37,12 @@ def numbers(line: Line) -> dict[str, float]:
     return {key: v for key, v in line.items() if "/" in key and isinstance(v, int | float)}
 
 
-def has_table(line: Line, config: Config) -> bool:
-    """Return whether trackers get a table of the episodes of the step whose line this is."""
+def episodes_of(line: Line, folder: Path, config: Config) -> list[list[Any]]:
+    """Return the table of episodes that trackers get with a line, or [] for most lines."""
     every = config.tracking.log_completions_steps
-    return every > 0 and line["kind"] == "train" and line["step"] % every == 0
+    if not every or line["step"] % every or "rollout/episodes" not in line:
+        return []
+    return rows_of_step(folder, line["stage"], line["step"])
 
 
 class WandbFeed:
@@ -57,29 +59,25 @@ class WandbFeed:
         self, folder: Path, config: Config, metrics: Sequence[Line], timings: Sequence[Line]
     ) -> None:
         self._folder = folder
+        self._config = config
         self._run = _start(folder, config)
         # The index of the first line to send. An offline run gets new lines only.
         self._next = self._run.starting_step if self._run.url else len(metrics)
         self._line = -1  # the index of the newest line
         for line, row in zip(metrics, rows_of(metrics, timings), strict=True):
-            self.metrics(row)
-            if has_table(line, config):
-                self.episodes(line)
+            self.metrics({**line, **row})
 
     def metrics(self, line: Line) -> None:
+        import wandb
+
         self._line += 1
-        self._log(_row(line))
+        if self._line >= self._next:
+            rows: list[Any] = episodes_of(line, self._folder, self._config)
+            table = {"completions": wandb.Table(columns=[*COLUMNS], data=rows)} if rows else {}
+            self._log(_row(line) | table)
 
     def timings(self, line: Line) -> None:
         self._log(numbers(line))
-
-    def episodes(self, line: Line) -> None:
-        """Add a table of a step's episodes to the row of the step's line."""
-        if self._line >= self._next:
-            import wandb
-
-            rows: list[Any] = rows_of_step(self._folder, line["stage"], line["step"])
-            self._log({"completions": wandb.Table(columns=[*COLUMNS], data=rows)})
 
     def close(self, failed: bool = False, results: Path | None = None) -> None:
         """Send the results and wait for W&B. Raises TimeoutError if it takes too long."""

@@ -5,8 +5,9 @@ in an environment whose request, results and user are texts that look like tool 
 special tokens; then the same texts go through chat templates of many models.
 """
 
+import contextlib
+import io
 import re
-import warnings
 from contextlib import suppress
 from functools import cache, partial
 from pathlib import Path
@@ -348,12 +349,10 @@ RESPONSE_TEMPLATES = {
 
 @cache
 def shipped(name, **options):
-    """A template that TRL ships, quietly."""
+    """A template that TRL ships."""
     made = tokenizer_of(template_of(name))
     made.response_template = RESPONSE_TEMPLATES.get(name.removesuffix("_training"))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return Chat(made, options)
+    return Chat(made, options)
 
 
 def hostile_text(draws, tags):
@@ -565,12 +564,11 @@ def test_tools_as_text_serve_templates_whose_own_tools_cannot(name):
 
 
 @pytest.mark.parametrize("name", each(REFUSED))
-def test_a_template_that_rollouts_refuse_answers_a_task_without_tools(name):
+def test_a_template_that_rollouts_refuse_answers_a_task_without_tools(name, capsys):
     """Nothing is asked of a template but a prompt and the end of the answer."""
     alone = Needs(tools=False, replies=False)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        made = Chat(tokenizer_of(template_of(name)), needs=alone)
+    made = Chat(tokenizer_of(template_of(name)), needs=alone)
+    assert capsys.readouterr().err == ""
     ids = made.prompt_ids([{"role": "user", "content": "3 + 4 ="}], [])
     assert "3 + 4 =" in made.tokenizer.decode(ids)
     assert made.tokenizer.convert_ids_to_tokens(made.end_of_turn_id) == made.end_of_turn
@@ -744,11 +742,13 @@ LOST = "the chat template drops earlier thoughts: a server that renders each con
 
 def told(name, **options):
     """What a template is warned of, if anything."""
-    made = tokenizer_of(template_of(name))
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        Chat(made, options)
-    return [str(warning.message) for warning in caught]
+    return warned_of(tokenizer_of(template_of(name)), options)
+
+
+def warned_of(*arguments, **options):
+    with contextlib.redirect_stderr(io.StringIO()) as said:
+        Chat(*arguments, **options)
+    return [line.removeprefix("warning: ") for line in said.getvalue().splitlines()]
 
 
 @pytest.mark.parametrize(
@@ -784,13 +784,11 @@ def test_without_thinking_or_where_thoughts_are_kept_there_is_no_warning(name, o
 def test_thoughts_in_a_field_of_their_own_are_seen_to_vanish_too():
     thought = "{% if loop.last %}[{{ message.reasoning_content }}]{% endif %}"
     template = CHAT_TEMPLATE.replace("{{ message.content }}", thought + "{{ message.content }}")
-    with pytest.warns(UserWarning, match=LOST):
-        Chat(tokenizer_of(template), tool_call_format="hermes")
+    (warning,) = warned_of(tokenizer_of(template), tool_call_format="hermes")
+    assert warning.startswith(LOST)
     closed = template.replace("assistant{{ '\n' }}{%- endif", "assistant{{ '\n[]' }}{%- endif")
     assert closed != template
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        Chat(tokenizer_of(closed), tool_call_format="hermes")
+    assert warned_of(tokenizer_of(closed), tool_call_format="hermes") == []
 
 
 def test_a_sampled_thought_that_the_template_opened_is_no_content():

@@ -14,10 +14,9 @@ import yaml
 
 from pipeline.commands.chat import (
     Conversation,
+    Terminal,
     main,
     state_of,
-    tell_terminal,
-    type_in_terminal,
 )
 from pipeline.config.settings import RolloutSettings
 from pipeline.embedded.retail import RetailEnvironment, generate_tasks
@@ -80,7 +79,7 @@ def test_a_person_sees_requests_of_the_domain_and_what_a_tiny_model_can(run, cap
     shown = capsys.readouterr().out
     examples = re.search(r"\nexamples((?: +\d+ \+ 1\n)+)", shown)[1].split("\n")[:-1]
     assert len({*examples}) == len(examples) >= 2
-    says(shown, "note      a model as small as this one answers only such requests")
+    says(shown, "note      so small a model answers only such requests")
 
 
 def test_a_language_model_is_the_customer_of_a_task_with_a_scenario(run, capsys, monkeypatch):
@@ -119,7 +118,7 @@ OWN = make_task(request="the tasks own")
 def serve(monkeypatch, typed: str, script, kind, task=OWN, is_human=True):
     """Play an episode with a scripted model, and a person who types these lines."""
     monkeypatch.setattr("sys.stdin", io.StringIO(typed))
-    customer = Conversation(is_human, chat(), tell_terminal, type_in_terminal)
+    customer = Conversation(is_human, chat(), Terminal())
     rollout = rollout_of(
         ScriptedSampler({0: script}),
         chat(),
@@ -188,7 +187,7 @@ def test_the_database_is_what_the_tools_see_and_not_what_is_expected():
 
 
 def test_a_person_talks_on_a_page_and_other_pages_cannot_send():
-    page = ChatPage("a <b>desk", True)
+    page = ChatPage("a <b>desk")
     assert "a &lt;b&gt;desk" in urlopen(page.address, timeout=30).read().decode()
     page.tell("rules", ["be kind", "\x1b[2J"])
     page.tell("tools", [])
@@ -200,8 +199,8 @@ def test_a_person_talks_on_a_page_and_other_pages_cannot_send():
     with pytest.raises(HTTPError, match="403"):
         post("stolen")
     with pytest.raises(HTTPError, match="403"):
-        post("stolen", **{"X-Chat": "1", "Host": "another.example"})
-    assert post(" hello ", **{"X-Chat": "1"}) == 200
+        post("stolen", **{"X-Page": "1", "Host": "another.example"})
+    assert post(" hello ", **{"X-Page": "1"}) == 200
     assert page.typed() == "hello"
     lines = json.loads(urlopen(f"{page.address}lines?since=0", timeout=30).read())
     assert lines == [["rules", "be kind\n\\x1b[2J"], ["customer", "hello"]]

@@ -81,11 +81,11 @@ def test_a_best_checkpoint_that_is_gone_is_told_and_forgotten(tmp_path, capsys):
     best = tmp_path / "checkpoints" / "step-000004"
     best.mkdir(parents=True)
     Checkpointer(tmp_path, ranks, RunSettings(), state, None)
-    assert state.best["step"] == 4 and not capsys.readouterr().out
+    assert state.best["step"] == 4 and not capsys.readouterr().err
     best.rmdir()
     Checkpointer(tmp_path, ranks, RunSettings(), state, None)
     assert state.best == {}
-    says(capsys.readouterr().out, "keep_best", "step-000004 is gone")
+    says(capsys.readouterr().err, "keep_best", "step-000004 is gone")
 
 
 def test_the_mean_over_domains_needs_every_domain():

@@ -99,7 +99,7 @@ def test_other_data_or_more_steps_are_refused_when_a_run_goes_on_or_is_evaluated
     says(refused(*begun), "was made with other module my_graders; put back")
 
     done = play(*begun, "--override", cwd=tmp_path, num_ranks=1)
-    says(done.stdout, "warning: overridden: step-000001 was made with other module my_graders")
+    says(done.stderr, "warning: overridden: step-000001 was made with other module my_graders")
     new = json.loads((tmp_path / "out" / "results.json").read_text())["made_of"]
     assert [name for name in old if old[name] != new[name]] == ["module my_graders"]
     assert "module my_reward" in old

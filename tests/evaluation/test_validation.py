@@ -56,7 +56,7 @@ def test_kept_episodes_that_are_gone_or_damaged_are_a_warning(tmp_path, text, ca
     kept.is_wanted = True
     kept.load([SimpleNamespace(name="mixed")])
     state = "gone" if text is None else "damaged"
-    (line,) = capsys.readouterr().out.splitlines()
+    (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("warning: ") and line.endswith(
         f"kl_probe/mixed.json is {state}, so there is no KL of mixed"
     )

@@ -139,7 +139,7 @@ def test_a_failure_leaves_nothing_half_written(tmp_path, monkeypatch):
 def test_the_card_has_the_numbers_of_the_report(tmp_path):
     run = run_with(tmp_path / "run", 20)
     text = text_of(run, tmp_path / "out")
-    report = render("run.md.jinja", drawn={}, title="run", **data_of(load_run(run)))
+    report = render("run.md.jinja", drawn={}, **data_of(load_run(run)))
     tables = text.partition("## Results")[2].partition("## How to use")[0]
     rows = [line for line in tables.splitlines() if line.startswith("|")]
     assert sum("[" in row for row in rows) >= 8
@@ -313,7 +313,7 @@ def test_an_upload_that_fails_names_the_command_that_tries_again(tmp_path, monke
     config = config.changed("run", **flags)
     capsys.readouterr()
     push_after_training(SMALL_RUN, config)
-    (line,) = capsys.readouterr().out.splitlines()
+    (line,) = capsys.readouterr().err.splitlines()
     says(line, "warning: push_to_hub", "what was trained is whole")
     assert line.endswith(
         f"; python -m pipeline export {SMALL_RUN} OUT --checkpoint latest --push-to-hub me/desk "

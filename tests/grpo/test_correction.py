@@ -160,7 +160,7 @@ def test_a_retry_after_too_little_memory_changes_nothing(capsys):
     options = {"max_tokens_per_microbatch": 120, "vllm_importance_sampling_mode": "token_mask"}
     _, parameters, _ = on_one_rank("token_mask")
     found, its_parameters, _ = updated(options, spoil=spoil)
-    assert capsys.readouterr().out.count("out of memory") == len(calls)
+    assert capsys.readouterr().err.count("out of memory") == len(calls)
     assert its_parameters == pytest.approx(parameters, abs=1e-11)
     assert "train/max_tokens_per_microbatch" in found[-1]
 

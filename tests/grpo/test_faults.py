@@ -96,7 +96,7 @@ def two_updates(module, budget=BUDGET, starts_with=None, **settings):
     if starts_with is not None:
         updater.max_tokens_per_microbatch = starts_with
     found = []
-    with contextlib.redirect_stdout(said):
+    with contextlib.redirect_stderr(said):
         for _ in range(2):
             statistics = updater.update_policy(*mine(updater.ranks), 1e-3)
             found.append((statistics, flat(module)))
@@ -144,7 +144,7 @@ def test_what_the_failed_pass_held_is_free_before_the_next(backward):
     module, free = Tight(small_model(), {2}, backward), []
     module.register_forward_pre_hook(lambda *_: free.append([m() is None for m in module.made]))
     updater = updater_of(module)
-    with contextlib.redirect_stdout(io.StringIO()):
+    with contextlib.redirect_stderr(io.StringIO()):
         updater.update_policy(*mine(updater.ranks), 1e-3)
     assert free[2] == [True, True], "the exception, or a cycle, still holds the activations"
 
@@ -224,7 +224,7 @@ def update_in_order(fails):
     module, sizes, said = Tight(in_float64(small_model()), fails, backward=True), [], io.StringIO()
     updater = updater_of(module, 200, run={"deterministic": True})
     module.register_forward_pre_hook(lambda _, given: sizes.append(given[0].input_ids.numel()))
-    with contextlib.redirect_stdout(said):
+    with contextlib.redirect_stderr(said):
         updater.update_policy(*mine(updater.ranks), 1e-3)
     return flat(module), sizes, said.getvalue().count("warn"), updater.max_tokens_per_microbatch
 
@@ -291,7 +291,7 @@ def test_a_step_that_is_not_finite_is_skipped_as_if_it_had_not_been(bad, determi
     assert statistics["train/skipped"] == 1
     assert not math.isfinite(statistics["train/loss"])
     assert (disturbed.num_skipped, disturbed.num_skipped_in_a_row) == (1, 1)
-    says(capsys.readouterr().out, "not finite", "skipped", "rank 0, tasks desk/t1")
+    says(capsys.readouterr().err, "not finite", "skipped", "rank 0, tasks desk/t1")
     again, expected = (u.update_policy(*mine(u.ranks), 1e-3) for u in (disturbed, other))
     assert again == expected and again["train/skipped"] == 0
     assert state_of(disturbed) == state_of(other)
@@ -316,7 +316,7 @@ def test_a_loss_that_is_not_finite_skips_the_step_whatever_the_gradient():
 
     updater = updater_of(Endless(small_model(), 1.0), entropy_coef=0.1)
     before = state_of(updater)
-    with contextlib.redirect_stdout(io.StringIO()):
+    with contextlib.redirect_stderr(io.StringIO()):
         statistics = updater.update_policy(*mine(updater.ranks), 1e-3)
     assert state_of(updater) == before
     assert statistics["train/skipped"] == 1
@@ -330,7 +330,7 @@ def test_several_updates_on_the_episodes_of_a_step_count_as_one_skipped_step(cap
         for _ in range(3):
             updater.update_policy(rows, [math.nan] * len(rows), 1e-3)
     assert (updater.num_skipped, updater.num_skipped_in_a_row) == (1, 1)
-    assert capsys.readouterr().out.count("warning: step 7: the loss") == 3
+    assert capsys.readouterr().err.count("warning: step 7: the loss") == 3
     with updater.ranks.phase("update", "desk", 8), pytest.raises(RuntimeError, match="2 steps"):
         updater.update_policy(rows, [math.nan] * len(rows), 1e-3)
 
@@ -358,7 +358,7 @@ def skip_on_two_ranks(folder):
     advantages = advantages[chosen]
     bad = [math.nan if row.task_id == "t11" else a for row, a in zip(rows, advantages, strict=True)]
     found = []
-    with contextlib.redirect_stdout(said):
+    with contextlib.redirect_stderr(said):
         for step, values in ((12, bad), (13, advantages), (14, bad)):
             module.poisons = step == 13 and rank == 1
             with updater.ranks.phase("update", "retail", step):
@@ -435,7 +435,7 @@ def test_a_folder_that_cannot_be_written_does_not_stop_the_run(tmp_path, capsys)
     rows, _ = mine(updater.ranks)
     statistics = updater.update_policy(rows, [math.nan] * len(rows), 1e-3)
     assert statistics["train/skipped"] == 1
-    assert "step-000000.rank-0.pt could not be written" in capsys.readouterr().out
+    assert "step-000000.rank-0.pt could not be written" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("limits", [{}, {"top_k": 3}, {"top_p": 0.5}], ids=["", "top_k", "top_p"])

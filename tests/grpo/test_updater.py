@@ -86,9 +86,9 @@ def test_a_model_that_cannot_share_prefixes_is_told_of_and_trained_all_the_same(
     model, eager = small_model(), small_model()
     eager.set_attn_implementation("eager")
     found = updater_of(eager).update_policy(rows, advantages, 1e-3)
-    assert "warning: share_prefixes is ignored; it needs sdpa" in capsys.readouterr().out
+    assert "warning: share_prefixes is ignored; it needs sdpa" in capsys.readouterr().err
     assert found == pytest.approx(updater_of(model).update_policy(rows, advantages, 1e-3), rel=1e-4)
-    assert capsys.readouterr().out == ""
+    assert capsys.readouterr().err == ""
 
 
 def test_a_step_whose_groups_are_all_dead_changes_nothing():

@@ -56,7 +56,7 @@ def test_the_report_of_a_sequential_run(sequential):
 - Model `tiny`; domains airline, retail, telecom; training tasks of each: 800 (medium).
 - Warm start: 440 supervised steps.
 - GRPO: 30 of 30 steps, each 24 groups of 8 episodes, learning rate 0.0003, beta 0.
-- Wall time 0:01:23 h.
+- Wall time 83 s.
 - A training step took 2.00 s (median).
 
 ## Success
@@ -180,7 +180,7 @@ def test_what_was_left_out_of_training_is_told_by_domain_and_kind(tmp_path):
         line |= {"rollout/left_out": 3.0, "rollout/left_out/reset/retail": 1.0}
         line |= {"rollout/left_out/outage/airline": 2.0, "rollout/too_few_left": 0.25}
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    text = render("run.md.jinja", title="run", drawn=(), **data_of(load_run(folder)))
+    text = render("run.md.jinja", drawn=(), **data_of(load_run(folder)))
     assert "| airline | outage | 4 |\n| retail | reset | 2 |" in text
     assert "| stage | domain | all failed | all solved | fewer than two left | in all |" in text
     assert "| mixed | all | 0.375 | 0.125 | 0.050 | 0.500 |" in text
@@ -341,7 +341,7 @@ def test_the_command_makes_a_report_again_or_says_why_not(tmp_path, capsys, with
     assert capsys.readouterr().out == f"{folder / 'report.md'}\n"
     (tmp_path / "empty").mkdir()
     assert command(["report", str(tmp_path / "empty")]) == 2
-    says(capsys.readouterr().err, "error: report:", str(tmp_path / "empty"), "give a run folder")
+    says(capsys.readouterr().err, "error: ", str(tmp_path / "empty"), "give the folder of a run")
     with pytest.raises(SystemExit):
         main([])
     with pytest.raises(UserError, match="holds no run"):

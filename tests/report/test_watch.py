@@ -11,8 +11,11 @@ from urllib.request import Request, urlopen
 import pytest
 
 from pipeline.errors import UserError
-from pipeline.files.layout import METRICS, RANKS
-from pipeline.report import status, watch
+from pipeline.files import console
+from pipeline.files.layout import METRICS, RANKS, WARNINGS
+from pipeline.report import status
+from pipeline.report.server import server_of
+from pipeline.report.watch import LivePage
 from pipeline.tracking.run_files import load_run
 from tests.support.browser import Page
 from tests.support.report_runs import (  # noqa: F401
@@ -53,7 +56,7 @@ def run_folder(tmp_path):
 @contextmanager
 def served(folder, host="127.0.0.1"):
     """The address of a page."""
-    server = watch.serve(folder, host, 0)
+    server = server_of(LivePage(folder), host, 0)
     with server:
         thread = threading.Thread(target=server.serve_forever, args=(0.05,))
         thread.start()
@@ -62,8 +65,6 @@ def served(folder, host="127.0.0.1"):
         finally:
             server.shutdown()
             thread.join()
-            server.page.is_over.set()
-            server.follower.join()
 
 
 def answer(address, **headers):
@@ -138,7 +139,7 @@ def test_the_server_reads_alone_and_answers_only_its_own_machine_or_who_has_the_
         assert answer(address, Host="localhost:1")[0] == 200, "an SSH tunnel"
         port = int(address.rstrip("/").rpartition(":")[2])
         with pytest.raises(UserError, match=rf"^watch: got port {port} on 127.0.0.1 \(.*in use\)"):
-            watch.serve(run_folder, "127.0.0.1", port)
+            server_of(LivePage(run_folder), "127.0.0.1", port)
     with served(run_folder, "0.0.0.0") as address:
         whole = address.replace("0.0.0.0", "127.0.0.1")
         assert "?token=" in whole
@@ -146,8 +147,8 @@ def test_the_server_reads_alone_and_answers_only_its_own_machine_or_who_has_the_
         assert answer(whole[:-1] + "!")[0] == answer(f"{whole}%C3%A9")[0] == 403
         assert answer(whole.partition("?")[0])[0] == 403
     assert {path: path.stat().st_mtime_ns for path in run_folder.rglob("*")} == before
-    with pytest.raises(UserError, match=r"^report: .*holds no run"):
-        watch.serve(run_folder.parent, "127.0.0.1", 0)
+    with pytest.raises(UserError, match=r"holds no run \(no config.yaml\)"):
+        LivePage(run_folder.parent)
 
 
 @pytest.mark.parametrize(
@@ -176,8 +177,9 @@ def test_status_says_where_a_run_is(run_folder, capsys, age_s, more, is_whole, e
 def test_status_of_several_runs_and_as_json(run_folder, capsys):
     folders = [str(run_folder), str(run_folder)]
     assert status.main(folders) == 0
-    line, again = capsys.readouterr().out.splitlines()
+    header, line, again = capsys.readouterr().out.splitlines()
     assert line == again
+    assert header.split() == ["run", "state", "step", "reward", "success"]
     assert len(line) <= 80
     assert "30/30" in line
     assert status.main([*folders, "--json"]) == 0
@@ -190,6 +192,30 @@ def test_status_of_several_runs_and_as_json(run_folder, capsys):
 def test_success_is_the_latest_of_validations_and_evaluations(run_folder):
     with (run_folder / METRICS).open("a") as file:
         file.write('{"kind": "validation", "step": 900, "validation/retail/success": 0.125}\n')
-    found = status.status_of(load_run(run_folder)).success
+    found = status.status_of(load_run(run_folder))["success"]
     assert found["retail"] == 0.125
     assert set(found) == {*THREE}
+
+
+def test_warnings_of_a_run_are_kept_and_shown_the_newest_first(run_folder, browser, capsys):
+    console.say("warning: before the folder is there")
+    with console.kept_warnings(run_folder / WARNINGS):
+        console.say(f"warning: step 3: {EVIL}\x1b[2J of two\nlines")
+        console.say("note: no warning")
+        for number in range(status.MOST_WARNINGS - 1):
+            console.say(f"warning: of rank {number}")
+    console.say("warning: after the run")
+    said = capsys.readouterr().err.splitlines()
+    kept = (run_folder / WARNINGS).read_text().splitlines()
+    times, texts = zip(*((line[:19], line[20:]) for line in kept), strict=True)
+    assert [time.strptime(of, "%Y-%m-%d %H:%M:%S") for of in times]
+    assert texts[-9:-7] == ("before the folder is there", f"step 3: {EVIL}\\x1b[2J of two lines")
+    assert texts[-1] == "of rank 6"
+    assert [line for line in said if line.startswith("note")] == ["note: no warning"]
+    shown = status.status_of(load_run(run_folder))["warnings"]
+    assert shown[0].endswith("of rank 6")
+    assert shown[-1].endswith("of two lines")
+    with served(run_folder) as address:
+        page = Page(browser, address)
+        assert EVIL in page.texts("#now")[0]
+        assert page.script("return window.stolen") is None

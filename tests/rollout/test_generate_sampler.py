@@ -357,14 +357,14 @@ def made(model, is_main=True, **limits):
 
 def test_a_model_gets_the_sampler_that_can_serve_it_and_the_slower_is_told_once(capsys):
     assert type(made(small_model())) is RowSampler
-    assert capsys.readouterr().out == ""
+    assert capsys.readouterr().err == ""
     sampler = made(model_of("Mistral"))
     assert type(sampler) is GenerateSampler
     assert (sampler.top_k, sampler.top_p, sampler.temperature) == (5, 1.0, 1.0)
     assert sampler.end_of_turn_id == chat().end_of_turn_id
-    says(capsys.readouterr().out, "MistralForCausalLM", "slower", "sliding_attention")
+    says(capsys.readouterr().err, "MistralForCausalLM", "slower", "sliding_attention")
     made(model_of("Mistral"), is_main=False)
-    assert capsys.readouterr().out == ""
+    assert capsys.readouterr().err == ""
 
 
 def test_a_model_that_hides_what_it_carries_on_is_refused():
@@ -406,9 +406,9 @@ def test_check_says_that_a_model_is_sampled_through_generate(tmp_path, capsys, m
 
 def run_on_this_rank(argv):
     """The pipeline's `main`; returns what it printed."""
-    sys.stdout = StringIO()
+    sys.stderr = StringIO()
     train.main(parse(argv))
-    return sys.stdout.getvalue()
+    return sys.stderr.getvalue()
 
 
 def test_a_whole_run_of_a_model_with_sliding_windows(tmp_path):

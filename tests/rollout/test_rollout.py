@@ -403,7 +403,7 @@ def test_a_rollout_that_runs_out_of_memory_goes_on_with_half_as_many_episodes(
             other.messages,
         )
     assert max(map(abs, sampler.opened[failing - 1 :])) <= number // 2
-    assert capsys.readouterr().out == (
+    assert capsys.readouterr().err == (
         f"warning: out of memory in a rollout with {number} episodes at once; going on with "
         f"max_concurrent_episodes {number // 2}\n"
     )

@@ -336,7 +336,7 @@ def test_other_samplers_are_chosen_by_name(capsys):
     assert [type(sampler).__name__ for sampler in named.values()] == [
         *("RowSampler", "RowSampler", "GenerateSampler")
     ]
-    assert "the setting sampler asks for it" in capsys.readouterr().out
+    assert "the setting sampler asks for it" in capsys.readouterr().err
 
 
 # Whole runs

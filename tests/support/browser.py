@@ -39,8 +39,8 @@ class Page:
         return True
 
     def texts(self, selector):
-        found = self.browser.find_elements("css selector", selector)
-        return [element.get_attribute("textContent") for element in found]
+        texts = "return [...document.querySelectorAll(arguments[0])].map((e) => e.textContent)"
+        return self.script(texts, selector)
 
     def complaints(self):
         return self.browser.get_log("browser")

@@ -242,7 +242,6 @@ def test_tensorboard_has_the_text_of_a_steps_episodes_once(tmp_path):
     save_transcripts(tmp_path / "trajectories" / "airline", 2, 0, [episode], [0.25])
     with RunLog(tmp_path, settings, is_main=True) as log:
         log.metrics(line)
-        log.episodes(line)
         state = log.state_dict()
     with RunLog(tmp_path, settings, is_main=True, state=state) as log:
         log.metrics({**TRAIN, "step": 3})
@@ -305,13 +304,11 @@ def test_trackio_gets_each_number_once_though_a_run_was_resumed(tmp_path, monkey
         log.timings(TIMES)
         state = log.state_dict()
         log.metrics(second)  # after the checkpoint
-        log.episodes(second)
     sent = package / "sqlite_storage.jsonl"
     before = read_records(sent)
     sent.write_text("".join(sent.read_text().splitlines(keepends=True)[1:]))  # the first was lost
     with RunLog(folder, settings, is_main=True, state=state) as log:
         log.metrics(second)
-        log.episodes(second)
         log.metrics({**TRAIN, "step": 3})
     assert read_records(sent) == [*before[1:], before[0], {**before[0], "step": 3}]
     assert before[0] == {"step": 1, **{name: TRAIN[name] for name in TRAIN if "/" in name}}

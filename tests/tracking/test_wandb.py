@@ -288,9 +288,7 @@ tracking = {"report_to": ["wandb"], "log_completions_steps": 10}
 log = RunLog(folder, Config.model_validate({"tracking": tracking}), is_main=True)
 for step in range(1, 23):
     line = {"kind": "train", "stage": "airline", "step": step, "train/loss": step / 64}
-    log.metrics(line)
-    if step % 10 == 0:
-        log.episodes(line)
+    log.metrics({**line, "rollout/episodes": 3})
 (path,) = folder.glob("wandb/offline-run-*/run-*.wandb")
 while len(history_of(path)) < 21:
     time.sleep(0.05)  # W&B's process writes each second
@@ -325,7 +323,6 @@ def test_tables_are_sent_once_though_a_resume_sends_what_the_server_lacks(tmp_pa
         transcript(tmp_path, "airline", step, 3)
     with RunLog(tmp_path, settings, is_main=True) as log:
         write(log, START, train(1), train(2))
-        log.episodes(train(2))
         state = log.state_dict()
     for lost in (0, 1):
         del server.history[len(server.history) - lost :]  # the row of step 2, with its table
@@ -345,7 +342,7 @@ def test_the_table_of_a_step_has_whole_groups_on_any_number_of_ranks(tmp_path):
             save_transcripts(folder, 7, rank, episodes)
     one, three = (rows_of_step(tmp_path / name, "airline", 7) for name in ("1", "3"))
     assert one == three
-    assert [row[4:6] for row in one] == [[f"t{g}", k] for g in (0, 3, 6, 9) for k in range(8)]
+    assert [row[4:6] for row in one] == [[f"t{g}", k] for g in (0, 11, 4, 7) for k in range(8)]
     assert rows_of_step(tmp_path, "airline", 7) == []
 
 
@@ -534,7 +531,7 @@ def test_the_table_holds_few_episodes_of_all_steps(tmp_path):
     found = episode_rows(tmp_path)
     assert len(found) == 200
     assert [row[1] for row in found[::40]] == [1, 21, 41, 61, 81]
-    assert [(row[5], row[8]) for row in found[:4]] == [(0, 0.5), (4, 0.5), (8, 0.5), (12, 0.5)]
+    assert [(row[5], row[8]) for row in found[:4]] == [(trial, 0.5) for trial in range(4)]
     assert found[0] == [
         *("airline", 1, "airline", "book", "t1", 0, 1.0, "completed", 0.5, "exact 1, format None"),
         'user: a flight, please\n\nassistant: book({"flight": "F1"})\n\ntool: booked',
@@ -549,7 +546,7 @@ def test_what_of_the_results_cannot_be_sent_is_said_and_the_rest_is_sent(tmp_pat
         log.results = tmp_path
     assert server.steps == [(0, 1)]
     assert len(server.artifacts) == 2
-    assert "W&B did not get the final numbers: JSONDecodeError: " in capfd.readouterr().out
+    assert "W&B did not get the final numbers: JSONDecodeError: " in capfd.readouterr().err
 
 
 def test_a_run_that_failed_sends_no_results(tmp_path, server):

@@ -25,7 +25,7 @@ byId("say")?.addEventListener("submit", async (event) => {
   const words = byId("words").value;
   byId("words").value = "";
   // A page of another site cannot send this header.
-  await fetch(`say${location.search}`, { method: "POST", headers: { "X-Chat": "1" }, body: words });
+  await fetch(`say${location.search}`, { method: "POST", headers: { "X-Page": "1" }, body: words });
 });
 
 ask();
