@@ -215,4 +215,5 @@ def report_start(run: Run, batch: RolloutBatch) -> None:
             evaluation = run.state.evaluations[-1]
             baselines = run.baselines
             run.start_report.content = start_report(groups, evaluation, run.config, baselines)
-            print(start_block(run.start_report.content), flush=True)
+            for line in start_block(run.start_report.content).splitlines():
+                run.say(line)

@@ -11,9 +11,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from statistics import fmean, median
+from textwrap import wrap
 from typing import Any
 
-from pipeline.files.console import command
+from pipeline.files.console import WARNING, command
 from pipeline.files.layout import RANKS, WARNINGS
 from pipeline.files.untrusted import printable
 from pipeline.report.tables import Rows, aligned
@@ -22,7 +23,7 @@ from pipeline.tracking.run_files import RunData, is_finished, load_run, number
 
 STALE_S = 15.0
 MEANS = ("reward", "success")  # means over the domains that a line of several runs has
-MOST_WARNINGS = 8
+MOST_WARNINGS = 5
 RECENT = 20  # steps that a pace and a mean reward are of
 WIDTH = 80
 COUNTED = {  # metrics of a step that are no good news if they are above 0
@@ -133,6 +134,11 @@ def table_of(found: Sequence[Status]) -> Rows:
     return rows
 
 
+def _fitted(line: str) -> list[str]:
+    """Return a line as lines of at most WIDTH characters; a row of a table is cut."""
+    return wrap(line, WIDTH, subsequent_indent="  ") if line.startswith(WARNING) else [line[:WIDTH]]
+
+
 def main(arguments: Sequence[str]) -> int:
     """Run `status RUN ...`; raises UserError for a folder without a run."""
     parser = argparse.ArgumentParser(prog=command("status"), description="Says where runs are.")
@@ -145,6 +151,6 @@ def main(arguments: Sequence[str]) -> int:
     else:
         one = variables_of(found[0])
         text = aligned(table_of(found)) if found[1:] else in_text("status.txt.jinja", **one)
-        lines = [printable(line)[:WIDTH] for line in text.splitlines()]
+        lines = [part for line in printable(text).splitlines() for part in _fitted(line)]
     print("\n".join(lines))
     return 0

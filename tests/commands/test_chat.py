@@ -205,3 +205,19 @@ def test_a_person_talks_on_a_page_and_other_pages_cannot_send():
     lines = json.loads(urlopen(f"{page.address}lines?since=0", timeout=30).read())
     assert lines == [["rules", "be kind\n\\x1b[2J"], ["customer", "hello"]]
     assert json.loads(urlopen(f"{page.address}lines?since=2", timeout=30).read()) == []
+
+
+def test_the_page_begins_again_until_the_command_is_ended(run, monkeypatch, capsys):
+    told = []
+    monkeypatch.setattr(ChatPage, "tell", lambda self, name, content: told.append(name))
+
+    def typed(page):
+        assert told[-1] == "over"
+        if told.count("over") == 2:
+            raise KeyboardInterrupt
+        return ""
+
+    monkeypatch.setattr(ChatPage, "typed", typed)
+    assert main([run, "--web"]) == 0
+    assert [told.count(name) for name in ("model", "agent", "reward")] == [1, 2, 2]
+    assert capsys.readouterr().out.startswith("chat in a browser: http://127.0.0.1:")

@@ -209,11 +209,11 @@ def test_warnings_of_a_run_are_kept_and_shown_the_newest_first(run_folder, brows
     kept = (run_folder / WARNINGS).read_text().splitlines()
     times, texts = zip(*((line[:19], line[20:]) for line in kept), strict=True)
     assert [time.strptime(of, "%Y-%m-%d %H:%M:%S") for of in times]
-    assert texts[-9:-7] == ("before the folder is there", f"step 3: {EVIL}\\x1b[2J of two lines")
-    assert texts[-1] == "of rank 6"
+    assert texts[-6:-4] == ("before the folder is there", f"step 3: {EVIL}\\x1b[2J of two lines")
+    assert texts[-1] == "of rank 3"
     assert [line for line in said if line.startswith("note")] == ["note: no warning"]
     shown = status.status_of(load_run(run_folder))["warnings"]
-    assert shown[0].endswith("of rank 6")
+    assert shown[0].endswith("of rank 3")
     assert shown[-1].endswith("of two lines")
     with served(run_folder) as address:
         page = Page(browser, address)
