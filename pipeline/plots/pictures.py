@@ -380,9 +380,8 @@ def _height_of_legend(names: Iterable[str]) -> float:
 def curves(configurations: Sequence[Configuration]) -> Figure:
     """Draw training reward and held-out success of all runs, with a row of panels per domain."""
     styled = _styled(configurations)
-    names = [name for _, name, _ in styled]
     domains = list(dict.fromkeys(d for c in configurations for run in c.runs for d in run.domains))
-    height = 1.2 + 1.4 * len(domains) + _height_of_legend(names)
+    height = 1.2 + 1.4 * len(domains) + _height_of_legend(name for _, name, _ in styled)
     figure = drawing.new_figure(None, "learning curves, a line for each run", WIDTH, height)
     grid = figure.subplots(len(domains), 2, sharex=True, squeeze=False)
     for (left, right), domain in zip(grid, domains, strict=True):
@@ -403,15 +402,15 @@ def curves(configurations: Sequence[Configuration]) -> Figure:
                 ]
                 edge = {"marker": marker, "markersize": 0.7 * size, "mec": "black", "mew": 0.5}
                 right.plot(*zip(*ends, strict=True), label=name, **style, **edge)
-                name = "_"  # the legend names a configuration once
         drawing.tidy(left)
         drawing.tidy(right)
     grid[0, 0].set_title(f"training reward, mean of {SMOOTHED_OVER} steps", fontsize="small")
     grid[0, 1].set_title("held-out success, sampled", fontsize="small")
     for axes in grid[-1]:
         axes.set_xlabel("optimizer step")
-    handles, _ = grid[0, 1].get_legend_handles_labels()
-    figure.legend(handles, names, **drawing.BELOW | {"fontsize": "medium"})
+    # One handle names a configuration, though it has a line for each run.
+    of_names = dict(zip(*reversed(grid[0, 1].get_legend_handles_labels()), strict=True))
+    figure.legend(of_names.values(), of_names, **drawing.BELOW | {"fontsize": "medium"})
     return figure
 
 
@@ -454,7 +453,8 @@ def pareto(configurations: Sequence[Configuration]) -> Figure:
         ylabel="new-domain gain, difference of success rates",
     )
     drawing.tidy(axes, grid="both")
-    figure.legend(**drawing.BELOW | {"fontsize": "medium"})
+    handles, names = axes.get_legend_handles_labels()
+    figure.legend(handles, names, **drawing.BELOW | {"fontsize": "medium"})
     return figure
 
 

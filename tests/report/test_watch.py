@@ -13,6 +13,7 @@ import pytest
 from pipeline.errors import UserError
 from pipeline.files import console
 from pipeline.files.layout import METRICS, RANKS, WARNINGS
+from pipeline.plots import pictures
 from pipeline.report import status
 from pipeline.report.server import server_of
 from pipeline.report.watch import LivePage
@@ -46,7 +47,9 @@ def write_episodes(folder, step):
 
 
 @pytest.fixture
-def run_folder(tmp_path):
+def run_folder(tmp_path, monkeypatch):
+    wanted = {"learning_curves": pictures.learning_curves}  # to draw all takes seconds
+    monkeypatch.setattr(pictures, "OF_RUN", wanted)
     folder = make_run(tmp_path / "a <b>run", THREE)
     write_episodes(folder, 1)
     post_ranks(folder)
