@@ -50,7 +50,8 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """Three domains in sequence on two ranks, a step each."""
     cwd = tmp_path_factory.mktemp("two-ranks")
     arguments = ["--save-steps", "1", "--output-dir", "out", "--profile", "2", "--watch"]
-    done = play(*TRAIN, *arguments, cwd=cwd, with_report=True)
+    tables = ["--report-to", "tensorboard", "--log-completions-steps", "1"]
+    done = play(*TRAIN, *arguments, *tables, cwd=cwd, with_report=True)
     assert all(record["train/grad_norm"] > 0 for record in metrics(cwd / "out"))
     return cwd / "out", done.stdout + done.stderr
 
@@ -116,6 +117,16 @@ def test_each_rank_writes_the_transcripts_of_its_own_episodes(two_ranks: tuple[P
     assert len(rows) == 16
     assert len({(row["task_id"], row["trial"]) for row in rows}) == 16
     assert rows[0]["messages"][0]["role"] == "system"
+
+
+def test_a_tracker_gets_the_episodes_of_all_ranks(two_ranks: tuple[Path, str]) -> None:
+    from tensorboard.backend.event_processing.plugin_event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(two_ranks[0] / "tensorboard"))
+    events.Reload()
+    found = events.Tensors("completions/text_summary")
+    texts = {of.step: of.tensor_proto.string_val[0].decode() for of in found}
+    assert {step: text.count("**stage ") for step, text in texts.items()} == {1: 16, 2: 16, 3: 16}
 
 
 def test_timings_tell_where_the_seconds_of_a_step_went(two_ranks: tuple[Path, str]) -> None:
