@@ -38,7 +38,7 @@ from pipeline.files.layout import WARNINGS
 from pipeline.grpo.collect import RolloutBatch, collect_rollouts, give_advantages
 from pipeline.grpo.updater import Updater
 from pipeline.models.fitting import fitted
-from pipeline.report.watch import watched
+from pipeline.report.watch import page_beside
 from pipeline.report.write import final_table, write_report
 from pipeline.run_state import Run, evaluate_held_out, open_run
 from pipeline.tracking import step_metrics
@@ -386,7 +386,7 @@ def main(
             raise fault or error from None
         for line in lines:
             run.say(line)
-        page = watched(run.folder) if config.run.watch and ranks.is_main else nullcontext()
+        page = page_beside(run.folder) if config.run.watch and ranks.is_main else nullcontext()
         with kept_warnings(run.folder / WARNINGS), run.log, closing(run.learner), page:
             try:
                 code = carry_out(run, end)

@@ -22,7 +22,7 @@ from pipeline.config.recipe import SETTINGS, dump, full_name
 from pipeline.config.settings import Config
 from pipeline.errors import UserError
 from pipeline.files.durable import sync, write_text
-from pipeline.files.layout import RUN_SETTINGS, run_of_checkpoint
+from pipeline.files.layout import RUN_SETTINGS, WARNINGS, run_of_checkpoint
 from pipeline.models.model_files import problem_of_name
 
 PLACE_AND_BUDGET = ("url", "key", "max_calls", "max_tokens")  # of a language model
@@ -195,6 +195,8 @@ def open_folder(config: Config, folder: Path | None = None) -> Opened:
     checkpoint, notes = find_checkpoint(folder, name) if name else (None, [])
     if checkpoint is not None:
         notes += refuse_changes(config, read_state(checkpoint)["config"], checkpoint.name)
+    else:
+        (folder / WARNINGS).unlink(missing_ok=True)
     return Opened(folder=folder, checkpoint=checkpoint, notes=notes, lock=lock)
 
 

@@ -1,4 +1,4 @@
-"""Lets a checkpoint of a run serve a customer in the terminal, with the run's own settings."""
+"""Lets a checkpoint serve a customer, in the terminal or on a page, with the run's settings."""
 
 import json
 import sys
@@ -110,7 +110,7 @@ def main(argv: list[str]) -> int:
                 place.tell("over", "send begins another conversation; Ctrl-C in the terminal ends")
                 place.typed()
     except (KeyboardInterrupt, EOFError):
-        print("\nended before the conversation did" * (not options.web))
+        print("\nended before the conversation did")
     return 0
 
 

@@ -31,7 +31,7 @@ from pipeline.distributed.children import STOPS, call_in_children
 from pipeline.distributed.ranks import CollectiveError, Interrupted, Ranks
 from pipeline.errors import INTERRUPTED, LOST_CONNECTION, EngineError, RunError, UserError
 from pipeline.files.layout import RANKS
-from pipeline.files.untrusted import printable
+from pipeline.files.untrusted import one_line, printable, reason_of
 
 # Seconds in which a repeated signal is ignored, because terminal and launcher both send SIGINT.
 SAME_SIGNAL_S = 2.0
@@ -155,7 +155,9 @@ class Watchdog:
             for file in self.not_for_children:
                 file.close()
             self._post_heartbeat(left=True)
-            self._write_ranks(True, f"{type(error).__name__}: {error}" if error else "")
+            raised = f"{type(error).__name__}: {reason_of(error)}" if error else ""
+            told = one_line(self._fault.get("text", ""))
+            self._write_ranks(True, told or raised or "interrupted" * self._ranks.stop_wanted)
 
     def _blame(self, error: BaseException) -> None:
         self._post_heartbeat()

@@ -1,26 +1,26 @@
 """How this process is called, what it prints, and how it imports libraries and users' modules."""
 
 import gc
-import logging
 import os
 import sys
+import time
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib import import_module
-from logging.handlers import MemoryHandler
 from pathlib import Path
 from types import ModuleType
 from typing import TextIO
 
-from pipeline.files.untrusted import printable, reason_of
+from pipeline.files.untrusted import one_line, printable, reason_of
 
 # Name of the environment variable for how the user calls the commands; ranks inherit the variable.
 STARTED_AS = "PIPELINE_STARTED_AS"
 USER_PACKAGES = set[str]()  # top-level names of the user's modules, which may be installed
 STYLES = {"bold": 1, "dim": 2, "cyan": 36}  # ANSI codes
 WARNING = "warning: "  # how a line begins that `kept_warnings` keeps
-_kept = MemoryHandler(1000, flushLevel=logging.WARNING)  # holds the lines until there is a file
+_kept = list[str]()  # lines that are in no file yet
+_files = list[Path]()
 
 
 def command(name: str) -> str:
@@ -36,22 +36,27 @@ def say(line: str, stream: TextIO | None = None) -> None:
     line = printable(line)
     print(line, file=stream or sys.stderr, flush=True)
     if line.startswith(WARNING):
-        words = line.removeprefix(WARNING).replace("\n", " ")
-        _kept.handle(logging.makeLogRecord({"msg": words, "levelno": logging.WARNING}))
+        text = one_line(line.removeprefix(WARNING))
+        _kept.append(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n")
+        _keep()
+
+
+def _keep() -> None:
+    for file in _files:
+        with suppress(OSError), file.open("a", encoding="utf-8") as lines:
+            lines.writelines(_kept)
+            _kept.clear()
 
 
 @contextmanager
-def kept_warnings(path: Path) -> Iterator[None]:
+def kept_warnings(file: Path) -> Iterator[None]:
     """Append the warnings of this process to a file: those of the context, and those before."""
-    file = logging.FileHandler(path, encoding="utf-8", delay=True)
-    file.setFormatter(logging.Formatter("%(asctime)s %(message)s", "%Y-%m-%d %H:%M:%S"))
-    _kept.setTarget(file)
-    _kept.flush()
+    _files.append(file)
+    _keep()
     try:
         yield
     finally:
-        _kept.setTarget(None)
-        file.close()
+        _files.remove(file)
 
 
 def styled(text: str, style: str) -> str:

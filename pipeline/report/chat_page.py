@@ -2,8 +2,10 @@
 
 import json
 import queue
+import secrets
 import threading
 from collections.abc import Sequence
+from typing import Any
 
 from pipeline.files.untrusted import printable
 from pipeline.report.server import HERE, NO_PAGE, Answer, Page, server_of
@@ -14,24 +16,31 @@ class ChatPage(Page):
     """Shows lines, and waits for what a person types. `address` is where a browser finds it."""
 
     def __init__(self, title: str) -> None:
-        self._html = html_of("chat.html", title=title, **parts_of_page("chat.js"))
+        self._id = secrets.token_hex()  # an old page would show another conversation
+        parts = parts_of_page("chat.js")
+        self._html = html_of("chat.html", title=title, conversation=self._id, **parts)
         self._lines = list[tuple[str, str]]()
+        self._is_waiting = False  # for the person
         self._typed = queue.Queue[str]()
         server = server_of(self, HERE[0], None)
         self.address = server.address
         threading.Thread(target=server.serve_forever, daemon=True).start()
 
     def get(self, path: str, query: dict[str, list[str]]) -> Answer:
-        """Answer `/` and `/lines?since=NUMBER` (JSON: pairs of a name and a text)."""
+        """Answer `/` and `/lines?since=NUMBER` (JSON: names and texts, and whose turn it is)."""
         if path == "/":
             return 200, "text/html", self._html
         since = query.get("since", ["0"])[0]
         if path == "/lines" and since.isdecimal():
-            return 200, "application/json", json.dumps(self._lines[int(since) :])
+            found: dict[str, Any] = {"conversation": self._id, "is_waiting": self._is_waiting}
+            found["lines"] = self._lines[int(since) :]
+            return 200, "application/json", json.dumps(found)
         return NO_PAGE
 
     def take(self, words: str) -> None:
-        self._typed.put(words)
+        if self._is_waiting:
+            self._is_waiting = False
+            self._typed.put(words)
 
     def tell(self, name: str, content: str | Sequence[str]) -> None:
         """Show a text or lines; show nothing for no lines."""
@@ -41,6 +50,7 @@ class ChatPage(Page):
 
     def typed(self) -> str:
         """Wait for a message, and show it."""
+        self._is_waiting = True
         words = self._typed.get()
         self.tell("customer", words)
         return words

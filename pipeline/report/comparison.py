@@ -16,6 +16,7 @@ from urllib.parse import quote
 
 import yaml
 
+from pipeline.config.recipe import full_name
 from pipeline.errors import UserError
 from pipeline.evaluation.transfer import differences, estimate, mean_samples, successes_of, summary
 from pipeline.plots.pictures import Configuration
@@ -34,9 +35,9 @@ OF_STAGES = (
 def runs_in(folders: Sequence[Path]) -> list[Path]:
     """Return `folders`; if `folders` is one folder that contains runs, return the runs' folders."""
     if len(folders) != 1 or (folders[0] / "config.yaml").is_file():
-        return list(folders)
+        return [*{folder.resolve(): folder for folder in folders}.values()]
     if not folders[0].is_dir():
-        raise UserError(f"report: {folders[0]} is no folder; give a run folder, or one of runs")
+        raise UserError(f"{folders[0]} is no folder; give the folder of a run, or of runs")
     return sorted(path.parent for path in folders[0].glob("*/config.yaml"))
 
 
@@ -115,7 +116,8 @@ def _label(mine: Mapping[str, Any], settings: Sequence[Mapping[str, Any]]) -> st
     """Return the settings that most other configurations do not share, such as `replay 0.3`."""
     kind = [of for of in settings if _is_mixed(of) == _is_mixed(mine)]
     keys = [k for k in mine if 2 * sum(of.get(k) == mine[k] for of in kind) <= len(kind)]
-    words = [f"{key.split('.')[-1]} {_short(mine[key])}" for key in keys if key != KIND]
+    names = {key: full_name(*key.rpartition(".")[::2]) for key in keys}
+    words = [f"{name} {_short(mine[key])}" for key, name in names.items() if key != KIND]
     if _is_mixed(mine) or len({of.get(KIND) for of in kind}) > 1 or not words:
         words.insert(0, str(mine.get(KIND)))
     return ", ".join(words)

@@ -1,6 +1,7 @@
 """Pages that a command serves to a browser on this machine, or to who has the address' token."""
 
 import hmac
+import platform
 import secrets
 from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -10,7 +11,8 @@ from urllib.parse import parse_qs, urlsplit
 from pipeline.errors import UserError
 
 PORT = 8765
-HERE = ("127.0.0.1", "localhost", "::1")
+HERE = ("127.0.0.1", "localhost")
+ANYWHERE = ("0.0.0.0", "")  # no names that a browser could ask
 MOST_BYTES = 100_000  # of what a person types
 
 Answer = tuple[int, str, str]  # status, media type and text
@@ -39,7 +41,7 @@ class Handler(BaseHTTPRequestHandler):
     token = ""
 
     def handle(self) -> None:
-        with suppress(ConnectionError):  # a browser that leaves is no fault
+        with suppress(ConnectionError, ValueError):  # a browser that leaves, or no real request
             super().handle()
 
     def parse_request(self) -> bool:
@@ -90,17 +92,18 @@ class Handler(BaseHTTPRequestHandler):
 def server_of(page: Page, host: str, port: int | None) -> Any:
     """Return a server of a page; its attribute `address` is for a browser.
 
-    Without a port, it is PORT or a free one. Raises UserError if the port is taken.
+    Without a port, it is PORT or a free one. Raises UserError if it cannot listen there.
     """
     token = "" if host in HERE else secrets.token_urlsafe()
     handler = type("PageHandler", (Handler,), {"page": page, "token": token})
-    server: Any = None
     for number in (PORT, 0) if port is None else (port,):
         try:
-            server = server or ThreadingHTTPServer((host, number), handler)
-        except OSError as error:
-            if number == port:
-                why = f"got port {port} on {host} ({error.strerror})"
-                raise UserError(f"watch: {why}; give another --port or --host") from None
-    server.address = f"http://{host}:{server.server_port}/" + f"?token={token}" * bool(token)
-    return server
+            server: Any = ThreadingHTTPServer((host, number), handler)
+        except (OSError, OverflowError) as error:
+            why = error
+        else:
+            name = platform.node() if host in ANYWHERE else host
+            query = f"?token={token}" * bool(token)
+            server.address = f"http://{name}:{server.server_port}/{query}"
+            return server
+    raise UserError(f"watch: got {host}, port {number} ({why}); give another --port or --host")

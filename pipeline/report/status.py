@@ -9,14 +9,16 @@ import json
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from statistics import fmean, median
 from textwrap import wrap
 from typing import Any
 
-from pipeline.files.console import WARNING, command
+from pipeline.files.console import command
 from pipeline.files.layout import RANKS, WARNINGS
 from pipeline.files.untrusted import printable
+from pipeline.report.comparison import runs_in
 from pipeline.report.tables import Rows, aligned
 from pipeline.report.write import in_text
 from pipeline.tracking.run_files import RunData, is_finished, load_run, number
@@ -67,16 +69,18 @@ def with_ranks(status: Status) -> Status:
 
     The state is running, finished, ended (with `why`) or killed.
     """
-    posted = {"time": 0.0, "is_over": False, "why": "", "ranks": []}
+    posted: Any = {"time": 0.0, "is_over": False, "why": "", "ranks": []}
     with suppress(OSError, ValueError, TypeError):  # the run has not begun, or is gone
         posted |= json.loads((Path(status["folder"]) / RANKS).read_text("utf-8"))
-    is_running = not posted["is_over"] and time.time() - posted["time"] < STALE_S
+    is_running = not posted["is_over"] and abs(time.time() - posted["time"]) < STALE_S
+    state = "running" if is_running else "ended" if posted["why"] else "killed"
+    if state == "killed" and (posted["is_over"] or status["is_finished"]):
+        state = "finished"
     ranks = posted["ranks"] if is_running else []
-    over = "finished" if status["is_finished"] else "ended" if posted["is_over"] else "killed"
     steps_left = status["num_steps"] - status["step"]
     return {
         **status,
-        "state": "running" if is_running else over,
+        "state": state,
         "why": posted["why"],
         "place": status["stage"] or (ranks[0]["phase"] if ranks else "before GRPO"),
         "left_s": status["step_s"] * steps_left if status["step_s"] and is_running else None,
@@ -110,18 +114,16 @@ def _warnings(run: RunData) -> Iterator[str]:
 
 def variables_of(status: Status) -> dict[str, Any]:
     """Return the variables of the templates `now.md.jinja` and `status.txt.jinja`."""
-    reward = status["reward"]
-    success = status["success"]
-    names = dict.fromkeys((*reward, *success))
-    domains = [[name, number(reward.get(name)), number(success.get(name))] for name in names]
+    names = dict.fromkeys((*status["reward"], *status["success"]))
+    domains = [[name, *(number(status[of].get(name)) for of in MEANS)] for name in names]
     ranks = [
-        [str(of["rank"]), of["phase"], of["waits_for"] or "-", f"{of['idle_s']:.0f} s", of["host"]]
+        [str(of["rank"]), f"{of['idle_s']:.0f} s", of["waits_for"] or "-", of["host"], of["phase"]]
         for of in status["ranks"]
     ]
     return {
         "status": status,
         "domains": [["", f"reward, last {RECENT} steps", "held-out success"], *domains],
-        "ranks": [["rank", "phase", "waits for", "quiet", "host"], *ranks],
+        "ranks": [["rank", "quiet", "waits for", "host", "phase"], *ranks],
     }
 
 
@@ -134,23 +136,21 @@ def table_of(found: Sequence[Status]) -> Rows:
     return rows
 
 
-def _fitted(line: str) -> list[str]:
-    """Return a line as lines of at most WIDTH characters; a row of a table is cut."""
-    return wrap(line, WIDTH, subsequent_indent="  ") if line.startswith(WARNING) else [line[:WIDTH]]
-
-
 def main(arguments: Sequence[str]) -> int:
     """Run `status RUN ...`; raises UserError for a folder without a run."""
     parser = argparse.ArgumentParser(prog=command("status"), description="Says where runs are.")
-    parser.add_argument("folders", nargs="+", type=Path, metavar="RUN", help="folder of a run")
+    about = "folder of a run, or of runs"
+    parser.add_argument("folders", nargs="+", type=Path, metavar="RUN", help=about)
     parser.add_argument("--json", action="store_true", help="print a line of JSON for each run")
     options = parser.parse_args(arguments)
-    found = [status_of(load_run(folder)) for folder in options.folders]
+    runs = runs_in(options.folders) or options.folders
+    found = [status_of(load_run(folder)) for folder in runs]
     if options.json:
         lines = [json.dumps(status) for status in found]
     else:
         one = variables_of(found[0])
         text = aligned(table_of(found)) if found[1:] else in_text("status.txt.jinja", **one)
-        lines = [part for line in printable(text).splitlines() for part in _fitted(line)]
+        fitted = partial(wrap, width=WIDTH, subsequent_indent="  ")
+        lines = [part for line in printable(text).splitlines() for part in fitted(line) or [""]]
     print("\n".join(lines))
     return 0

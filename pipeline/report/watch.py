@@ -14,7 +14,6 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -35,7 +34,7 @@ NEWEST = 4  # steps and evaluations whose episodes the page has
 MOST_POINTS = 300  # steps in a picture: browsers and matplotlib are slow with thousands
 MAX_EPISODES = 1_000
 MAX_CHARACTERS = 2_000_000
-WATCHED = (METRICS, TIMINGS, WARNINGS, "results.json", "curriculum.json", "config.yaml")
+FILES = (METRICS, TIMINGS, WARNINGS, "results.json", "curriculum.json", "config.yaml")
 PAUSE_S = 1.0
 
 Seen = list[tuple[float, int]]  # time and size of each file
@@ -49,48 +48,55 @@ class LivePage(Page):
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._maker = ThreadPoolExecutor(1)  # browsers ask at once; each thread would keep memory
-        self._shown: Seen | None = None  # of what the page was made
-        self._drawn: Seen | None = None
+        self._made_of: Seen | None = None
+        self._drawn_of: Seen | None = None
         self._svgs: dict[str, Any] = {}
         self._next_picture = time.monotonic() + PAUSE_S  # the first page is here at once
         self._status: Status = {}
-        self.version = 0
+        self._trouble = ""
+        self._is_asked = threading.Event()
+        self.version = time.time_ns() // 10**6  # other than those of an earlier server
         self.html = ""
-        self._maker.submit(self._renew).result()
+        self._make()
 
     def get(self, path: str, query: dict[str, list[str]]) -> Answer:
         """Answer `/` and `/now` (JSON: `version`, and the section about now as HTML)."""
+        self._is_asked.set()
         if path == "/":
             return 200, "text/html", self.html
         if path != "/now":
             return NO_PAGE
-        trouble = ""
-        try:
-            self._maker.submit(self._renew).result()
-        except Exception as error:  # the folder may be gone or half copied: the page says so
-            trouble = f"{type(error).__name__}: {error}"
-        html = html_of("sections.html", sections=self._now(trouble))
+        html = html_of("sections.html", sections=self._now())
         return 200, "application/json", json.dumps({"version": self.version, "html": html})
 
-    def _now(self, trouble: str = "") -> list[dict[str, Any]]:
-        found = variables_of(with_ranks(self._status))
-        return sections_of(printable(render("now.md.jinja", trouble=trouble, **found)))
+    def renew(self) -> None:
+        """Wait until a browser asks, at most PAUSE_S; then make the page again if files changed."""
+        if self._is_asked.wait(PAUSE_S):
+            self._is_asked.clear()
+            try:
+                self._make()
+                self._trouble = ""
+            except Exception as error:  # the folder may be gone or half copied: the page says so
+                self._trouble = f"{type(error).__name__}: {error}"
 
-    def _renew(self) -> None:
+    def _now(self) -> list[dict[str, Any]]:
+        found = variables_of(with_ranks(self._status))
+        return sections_of(printable(render("now.md.jinja", trouble=self._trouble, **found)))
+
+    def _make(self) -> None:
         """Make the page again if files have changed.
 
         Pictures, which take seconds, are drawn again after ten times as long.
         """
         seen = self._seen()
-        is_due = seen != self._drawn and time.monotonic() >= self._next_picture
-        if seen == self._shown and not is_due:
+        is_due = seen != self._drawn_of and time.monotonic() >= self._next_picture
+        if seen == self._made_of and not is_due:
             return
         run = load_run(self._folder)
         if is_due:
             begun = time.monotonic()
+            self._drawn_of = seen
             self._draw(run)
-            self._drawn = seen
             self._next_picture = time.monotonic() + 10 * (time.monotonic() - begun)
         self._status = status_of(run)
         data = data_of(run, live=True)
@@ -106,7 +112,7 @@ class LivePage(Page):
         self.version += 1
         sections = [*self._now(), *sections_of(text)]
         self.html = page_of(data["title"], sections, self._svgs, reader, self.version)
-        self._shown = seen
+        self._made_of = seen
 
     def _draw(self, run: RunData) -> None:
         every = len(run.train) // MOST_POINTS or 1
@@ -114,7 +120,7 @@ class LivePage(Page):
         self._svgs = svgs_of(drawing.draw(pictures.OF_RUN, thinned))
 
     def _seen(self) -> Seen:
-        found = [self._folder / name for name in WATCHED]
+        found = [self._folder / name for name in FILES]
         stats = [path.stat() for path in found if path.is_file()]
         return [(stat.st_mtime, stat.st_size) for stat in stats]
 
@@ -127,18 +133,19 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--host", default=HERE[0], help=f"address to listen on [{HERE[0]}]")
     parser.add_argument("--parent", type=int, metavar="PID", help="end with this process")
     options = parser.parse_args(arguments)
-    server = server_of(LivePage(options.folder), options.host, options.port)
+    page = LivePage(options.folder)
+    server = server_of(page, options.host, options.port)
     end = "Ctrl-C ends the page" if options.parent is None else "as long as the run lasts"
     print(f"watch {options.folder} in a browser: {server.address} ({end})", flush=True)
     with server, suppress(KeyboardInterrupt):
         threading.Thread(target=server.serve_forever, daemon=True).start()
         while options.parent in (None, os.getppid()):
-            time.sleep(PAUSE_S)
+            page.renew()
     return 0
 
 
 @contextmanager
-def watched(folder: Path) -> Iterator[None]:
+def page_beside(folder: Path) -> Iterator[None]:
     """Serve the page of a run in another process, as long as the context lasts."""
     arguments = [str(folder.resolve()), "--parent", str(os.getpid())]
     process = subprocess.Popen(

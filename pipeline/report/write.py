@@ -68,7 +68,11 @@ def write_comparison(folders: Sequence[Path], output: Path) -> None:
     for run in unfinished:
         say(f"warning: {run.folder} is not finished and is left out")
     configurations = comparison.configurations_of(runs)
-    output.mkdir(parents=True, exist_ok=True)
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        why = f"got {output}, which cannot be a folder ({error.strerror})"
+        raise UserError(f"--output: {why}; name another") from None
     drawn = {"curves": pictures.curves, "pareto": pictures.pareto}
     figures = drawing.draw(drawn, configurations)
     write_files(

@@ -19,11 +19,11 @@ from pipeline.config.settings import Config
 from pipeline.errors import UserError
 from pipeline.files.console import say
 from pipeline.files.durable import LinesFile, finite, sync
-from pipeline.files.layout import METRICS, TIMINGS, WARNINGS
+from pipeline.files.layout import METRICS, TIMINGS
 from pipeline.files.untrusted import masked_tree, reason_of
 from pipeline.tracking import wandb as feed
 from pipeline.tracking.run_files import COLUMNS, read_metrics
-from pipeline.tracking.wandb import Line, WandbFeed, episodes_of, numbers
+from pipeline.tracking.wandb import Line, WandbFeed, completions_of, numbers
 
 
 class TensorBoard:
@@ -54,7 +54,7 @@ class TensorBoard:
         self._tracker.start()
 
     def metrics(self, line: Line) -> None:
-        rows = episodes_of(line, self._folder, self._config)
+        rows = completions_of(line, self._folder, self._config)
         table = {"completions": self._table(rows)} if rows else {}
         self._log(line["step"], numbers(line) | table)
 
@@ -159,8 +159,7 @@ class RunLog(AbstractContextManager["RunLog"]):
             self._files[name] = LinesFile(folder / name, sizes.get(name, 0))
         sync(folder)
         if state is None:
-            for name in (feed.ID_FILE, WARNINGS):
-                (folder / name).unlink(missing_ok=True)
+            (folder / feed.ID_FILE).unlink(missing_ok=True)
         for package in config.tracking.report_to:
             if not _is_fed(package):
                 say(

@@ -2,7 +2,7 @@
 
 import json
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from math import ceil
@@ -19,6 +19,7 @@ from pipeline.files.durable import read_records, whole_lines
 from pipeline.files.layout import METRICS, TIMINGS
 
 Evaluation = Mapping[str, Any]
+FOREIGN = "is not what a run writes; restore it"
 MAX_STEPS = 50
 MAX_EPISODES = 200  # maximum numbers of steps and episodes in `episode_rows`
 MAX_OF_STEP = 32  # maximum number of episodes in `rows_of_step`
@@ -78,15 +79,19 @@ class RunData:
 def load_run(folder: Path) -> RunData:
     """Read a run folder. Raises UserError if the folder holds no run."""
     if not (folder / "config.yaml").is_file():
-        raise UserError(f"{folder} holds no run (no config.yaml); give the folder of a run")
-    curriculum = _read_json(folder / "curriculum.json", stages=[], replay=0.0, preview=0.0)
-    results = _read_json(folder / "results.json", evaluations=[], baselines={})
+        why = "holds no run, or the run has not begun (no config.yaml)"
+        raise UserError(f"{folder} {why}; give the folder of a run")
+    config = _read(folder / "config.yaml", yaml.safe_load)
+    if not {"recipe", "data", "grpo", "run"} <= config.keys():
+        raise UserError(f"{folder / 'config.yaml'} {FOREIGN}")
+    curriculum = _read(folder / "curriculum.json", stages=[], replay=0.0, preview=0.0)
+    results = _read(folder / "results.json", evaluations=[], baselines={})
     metrics, timings = read_metrics(folder)
     train = _of_training(metrics)
     trained = {line["stage"] for line in train}
     return RunData(
         folder=folder,
-        config=yaml.safe_load((folder / "config.yaml").read_text("utf-8")),
+        config=config,
         results=results,
         stages=[stage for stage in curriculum["stages"] if stage["name"] in trained],
         replay=curriculum["replay"],
@@ -109,11 +114,11 @@ def read_metrics(folder: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any
     return read_records(folder / METRICS), read_records(folder / TIMINGS)
 
 
-def _read_json(path: Path, **missing: Any) -> dict[str, Any]:
+def _read(path: Path, parse: Callable[[str], Any] = json.loads, **missing: Any) -> dict[str, Any]:
     try:
-        return {**missing, **(json.loads(path.read_text("utf-8")) if path.is_file() else {})}
-    except (ValueError, TypeError, RecursionError):
-        raise UserError(f"{path} is not what a run writes; restore it") from None
+        return {**missing, **(parse(path.read_text("utf-8")) if path.is_file() else {})}
+    except (ValueError, TypeError, RecursionError, yaml.YAMLError):
+        raise UserError(f"{path} {FOREIGN}") from None
 
 
 def _of_training(lines: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -149,7 +154,10 @@ def rows_of_step(folder: Path, stage: str, step: int) -> list[list[Any]]:
 
 
 def _rows(key: tuple[str, int], paths: Iterable[Path], most: int) -> list[list[Any]]:
-    """Return a table of whole groups, in an order that does not depend on the number of ranks."""
+    """Return a table of at most `most` episodes, in whole groups if one fits.
+
+    Its order does not depend on the number of ranks.
+    """
     episodes = [json.loads(line) for path in paths for line in whole_lines(path)]
     episodes.sort(key=lambda episode: (*_task_of(episode), episode["trial"]))
     groups = [list(group) for _, group in groupby(episodes, key=_task_of)]

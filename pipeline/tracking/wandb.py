@@ -37,7 +37,7 @@ def numbers(line: Line) -> dict[str, float]:
     return {key: v for key, v in line.items() if "/" in key and isinstance(v, int | float)}
 
 
-def episodes_of(line: Line, folder: Path, config: Config) -> list[list[Any]]:
+def completions_of(line: Line, folder: Path, config: Config) -> list[list[Any]]:
     """Return the table of episodes that trackers get with a line, or [] for most lines."""
     every = config.tracking.log_completions_steps
     if not every or line["step"] % every or "rollout/episodes" not in line:
@@ -72,7 +72,7 @@ class WandbFeed:
 
         self._line += 1
         if self._line >= self._next:
-            rows: list[Any] = episodes_of(line, self._folder, self._config)
+            rows: list[Any] = completions_of(line, self._folder, self._config)
             table = {"completions": wandb.Table(columns=[*COLUMNS], data=rows)} if rows else {}
             self._log(_row(line) | table)
 

@@ -5,6 +5,8 @@ import json
 import re
 import shutil
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
@@ -200,11 +202,27 @@ def test_a_person_talks_on_a_page_and_other_pages_cannot_send():
         post("stolen")
     with pytest.raises(HTTPError, match="403"):
         post("stolen", **{"X-Page": "1", "Host": "another.example"})
-    assert post(" hello ", **{"X-Page": "1"}) == 200
-    assert page.typed() == "hello"
-    lines = json.loads(urlopen(f"{page.address}lines?since=0", timeout=30).read())
-    assert lines == [["rules", "be kind\n\\x1b[2J"], ["customer", "hello"]]
-    assert json.loads(urlopen(f"{page.address}lines?since=2", timeout=30).read()) == []
+
+    def lines(since):
+        return json.loads(urlopen(f"{page.address}lines?since={since}", timeout=30).read())
+
+    assert post("too early", **{"X-Page": "1"}) == 200
+    with ThreadPoolExecutor() as pool:
+        typed = pool.submit(page.typed)
+        while not lines(0)["is_waiting"]:
+            time.sleep(0.01)
+        assert post(" hello ", **{"X-Page": "1"}) == 200
+        assert typed.result(30) == "hello"
+    found = lines(0)
+    assert found["lines"] == [["rules", "be kind\n\\x1b[2J"], ["customer", "hello"]]
+    assert lines(2) == {**found, "lines": []}
+    assert not found["is_waiting"]
+    assert (
+        found["conversation"]
+        != json.loads(urlopen(f"{ChatPage('other').address}lines", timeout=30).read())[
+            "conversation"
+        ]
+    ), "an old page sees that it shows another conversation"
 
 
 def test_the_page_begins_again_until_the_command_is_ended(run, monkeypatch, capsys):

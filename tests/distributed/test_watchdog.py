@@ -2,11 +2,13 @@
 
 import ctypes
 import fcntl
+import json
 import os
 import re
 import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -239,6 +241,29 @@ def children_that_hold_the_lock(folder: str) -> list[bool]:
 
 def test_a_child_of_a_rank_does_not_keep_the_run_folder_locked(tmp_path):
     assert play_ranks(children_that_hold_the_lock, 1, str(tmp_path)) == [[True, False]]
+
+
+def ends_of_runs(folder: str) -> list[str]:
+    """Why runs have ended, as the file for those who watch says."""
+    Path(folder, ".lock").touch()
+    found = []
+    for ending in ("", "https://me:password@host is gone\nwith more", "signal"):
+        with suppress(ValueError), Watchdog(Ranks(0, 1, TIMEOUT_S), 60) as watchdog:
+            watchdog.run_folder = Path(folder)
+            if ending == "signal":
+                os.kill(os.getpid(), signal.SIGTERM)
+                while not watchdog._ranks.stop_wanted:
+                    time.sleep(0.01)
+            elif ending:
+                raise ValueError(ending)
+        posted = json.loads(Path(folder, "ranks.json").read_text())
+        found.append(posted["why"] if posted["is_over"] else "not over")
+    return found
+
+
+def test_who_watches_reads_why_a_run_has_ended_without_secrets(tmp_path):
+    (found,) = play_ranks(ends_of_runs, 1, str(tmp_path))
+    assert found == ["", "ValueError: https://***@host is gone", "interrupted"]
 
 
 def restarted(stderr: str) -> tuple[str, int | None]:

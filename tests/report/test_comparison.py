@@ -81,14 +81,23 @@ def test_the_command_compares_the_runs_of_a_folder(sweep, configurations, tmp_pa
 
 
 def test_a_configuration_is_named_by_the_settings_in_which_it_differs_from_most(tmp_path):
-    grid = ({}, {"grpo": {"beta": 0.05}}, {"curriculum": {"replay": 0.5}})
+    warm_start = {"warm_start": {"steps": 150}}
+    grid = ({}, {"grpo": {"beta": 0.05}}, {"curriculum": {"replay": 0.5}}, warm_start)
     for number, settings in enumerate(grid):
         make_run(tmp_path / str(number), THREE, settings=settings)
     assert [c.label for c in configurations_of(tmp_path)] == [
         "sequential",
         "beta 0.05",
         "replay 0.5",
+        "warm_start_steps 150",
     ]
+    (tmp_path / "file").touch()
+    same = [str(tmp_path / name) for name in ("0", "1", "1/../0")]
+    with pytest.raises(UserError, match=r"--output: got .*file, which cannot be a folder"):
+        main([*same, "--output", str(tmp_path / "file")])
+    assert main([*same, "--output", str(tmp_path / "both")]) == 0
+    text = (tmp_path / "both" / "comparison.md").read_text()
+    assert text.startswith("# Comparison of 2 runs\n"), "a run counts once"
 
 
 def test_long_names_are_never_the_same_for_two_configurations_in_table_and_plot(tmp_path):

@@ -1,7 +1,9 @@
 """The page of a run that goes on, in a real browser, and the lines of `status`."""
 
 import json
+import platform
 import shutil
+import socket
 import threading
 import time
 from contextlib import contextmanager
@@ -57,17 +59,37 @@ def run_folder(tmp_path, monkeypatch):
 
 
 @contextmanager
-def served(folder, host="127.0.0.1"):
+def served(folder, host="127.0.0.1", port=0):
     """The address of a page."""
-    server = server_of(LivePage(folder), host, 0)
+    page = LivePage(folder)
+    server = server_of(page, host, port)
+    is_over = threading.Event()
+
+    def renew():
+        while not is_over.is_set():
+            page.renew()
+
     with server:
-        thread = threading.Thread(target=server.serve_forever, args=(0.05,))
-        thread.start()
+        serving = threading.Thread(target=server.serve_forever, args=(0.05,))
+        renewing = threading.Thread(target=renew)
+        serving.start()
+        renewing.start()
         try:
             yield server.address
         finally:
             server.shutdown()
-            thread.join()
+            is_over.set()
+            serving.join()
+            renewing.join()
+
+
+def trouble(address, text):
+    """What a server answers to something that is hardly a request."""
+    port = int(address.split("/")[2].rpartition(":")[2])
+    with socket.create_connection(("127.0.0.1", port), timeout=30) as link:
+        link.sendall(text.encode())
+        link.shutdown(socket.SHUT_WR)
+        return link.makefile().read()
 
 
 def answer(address, **headers):
@@ -104,7 +126,7 @@ def test_the_page_follows_a_run_that_goes_on_and_then_is_gone(run_folder, browse
         post_ranks(run_folder, age_s=status.STALE_S + 1)
         page.wait(lambda: "finished: telecom" in page.texts("#now")[0])
         shutil.rmtree(run_folder)
-        page.wait(lambda: "no longer renewed" in page.texts("#now")[0])
+        page.wait(lambda: "not renewed now" in page.texts("#now")[0])
         assert page.shows("airline", 1, "airline", "task-1")
         assert page.script("return window.stolen") is None
         assert page.complaints() == []
@@ -127,7 +149,9 @@ def test_a_phone_sees_the_page_without_scrolling_sideways_in_its_colours(run_fol
     assert colours == ["rgb(255, 255, 255)", "rgb(20, 23, 26)"]
 
 
-def test_the_server_reads_alone_and_answers_only_its_own_machine_or_who_has_the_token(run_folder):
+def test_the_server_reads_alone_and_answers_only_its_own_machine_or_who_has_the_token(
+    run_folder, capsys
+):
     before = {path: path.stat().st_mtime_ns for path in run_folder.rglob("*")}
     with served(run_folder) as address:
         code, page = answer(address)
@@ -141,16 +165,23 @@ def test_the_server_reads_alone_and_answers_only_its_own_machine_or_who_has_the_
         assert answer(address, Host="another.example")[0] == 403, "a name that leads here"
         assert answer(address, Host="localhost:1")[0] == 200, "an SSH tunnel"
         port = int(address.rstrip("/").rpartition(":")[2])
-        with pytest.raises(UserError, match=rf"^watch: got port {port} on 127.0.0.1 \(.*in use\)"):
-            server_of(LivePage(run_folder), "127.0.0.1", port)
+        for host, number in (("127.0.0.1", port), ("127.0.0.1", 70_000), ("no.invalid", 0)):
+            with pytest.raises(UserError, match=rf"^watch: got {host}, port {number} \(.+\); give"):
+                server_of(LivePage(run_folder), host, number)
+        for text in ("GET http://[/ HTTP/1.0", "GET / HTTP/1.0\r\nHost: ["):
+            assert "200" not in trouble(address, f"{text}\r\n\r\n")
+        size = "POST / HTTP/1.0\r\nHost: localhost\r\nX-Page: 1\r\nContent-Length: x"
+        assert "200" not in trouble(address, f"{size}\r\n\r\n")
     with served(run_folder, "0.0.0.0") as address:
-        whole = address.replace("0.0.0.0", "127.0.0.1")
+        assert f"//{platform.node()}:" in address
+        whole = address.replace(platform.node(), "127.0.0.1")
         assert "?token=" in whole
         assert answer(whole)[0] == 200
         assert answer(whole[:-1] + "!")[0] == answer(f"{whole}%C3%A9")[0] == 403
         assert answer(whole.partition("?")[0])[0] == 403
     assert {path: path.stat().st_mtime_ns for path in run_folder.rglob("*")} == before
-    with pytest.raises(UserError, match=r"holds no run \(no config.yaml\)"):
+    assert capsys.readouterr().err == ""
+    with pytest.raises(UserError, match="holds no run, or the run has not begun"):
         LivePage(run_folder.parent)
 
 
@@ -160,6 +191,7 @@ def test_the_server_reads_alone_and_answers_only_its_own_machine_or_who_has_the_
         (0, {}, False, "running: telecom, step 30 of 40, about 20 s left in GRPO's steps"),
         (60, {}, False, "killed: telecom, step 30 of 40"),
         (60, {"is_over": True}, True, "finished: telecom, step 30 of 40"),
+        (60, {"is_over": True}, False, "finished: telecom, step 30 of 40"),
         (0, {"is_over": True, "why": "OSError: x"}, False, "ended (OSError: x): telecom, step 30"),
     ],
 )
@@ -178,15 +210,18 @@ def test_status_says_where_a_run_is(run_folder, capsys, age_s, more, is_whole, e
 
 
 def test_status_of_several_runs_and_as_json(run_folder, capsys):
-    folders = [str(run_folder), str(run_folder)]
+    other = shutil.copytree(run_folder, run_folder.with_name("other"))
+    folders = [str(run_folder), str(other)]
     assert status.main(folders) == 0
     header, line, again = capsys.readouterr().out.splitlines()
-    assert line == again
+    assert line.split()[2:] == again.split()[1:]
     assert header.split() == ["run", "state", "step", "reward", "success"]
     assert len(line) <= 80
     assert "30/30" in line
     assert status.main([*folders, "--json"]) == 0
     found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [of.pop("name") for of in found] == ["a <b>run", "other"]
+    assert [of.pop("folder") for of in found] == folders
     assert found[0] == found[1]
     assert (found[0]["state"], found[0]["step"]) == ("running", 30)
     assert found[0]["ranks"][0]["phase"] == "sample airline step 2"
@@ -207,7 +242,8 @@ def test_warnings_of_a_run_are_kept_and_shown_the_newest_first(run_folder, brows
         console.say("note: no warning")
         for number in range(status.MOST_WARNINGS - 1):
             console.say(f"warning: of rank {number}")
-    console.say("warning: after the run")
+    with console.kept_warnings(run_folder / "gone" / WARNINGS):
+        console.say("warning: of a folder that is gone")
     said = capsys.readouterr().err.splitlines()
     kept = (run_folder / WARNINGS).read_text().splitlines()
     times, texts = zip(*((line[:19], line[20:]) for line in kept), strict=True)
@@ -222,3 +258,44 @@ def test_warnings_of_a_run_are_kept_and_shown_the_newest_first(run_folder, brows
         page = Page(browser, address)
         assert EVIL in page.texts("#now")[0]
         assert page.script("return window.stolen") is None
+
+
+def test_a_tab_of_another_run_or_of_a_folder_that_begins_again_shows_what_is_there(
+    run_folder, browser, tmp_path
+):
+    other = make_run(tmp_path / "other", THREE)
+    write_episodes(other, 5)
+    with served(run_folder) as address:
+        port = int(address.rstrip("/").rpartition(":")[2])
+        page = Page(browser, address)
+        shutil.rmtree(run_folder / "trajectories")
+        with (run_folder / METRICS).open("a") as file:
+            file.write('{"kind": "train", "stage": "telecom", "step": 31}\n')
+        page.wait(lambda: not page.texts("#episodes"))
+        write_episodes(run_folder, 7)
+        with (run_folder / METRICS).open("a") as file:
+            file.write('{"kind": "train", "stage": "telecom", "step": 32}\n')
+        assert page.shows("airline", 7, "airline", "task-7")
+        assert page.texts("h1") == ["a <b>run"]
+        assert page.texts("#live") == [""]
+    with served(other, port=port):
+        page.wait(lambda: page.texts("h1") == ["other"])
+        assert page.shows("airline", 5, "airline", "task-5")
+
+
+def test_status_wraps_long_lines_and_refuses_what_no_run_has_written(run_folder, capsys, tmp_path):
+    why = "CollectiveError: update: [/a/path/of/gloo/transport.cc:534] Read error; rank 1 is gone"
+    post_ranks(run_folder, is_over=True, why=why)
+    assert status.main([str(run_folder.parent)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert why in " ".join(line.strip() for line in lines)
+    for text in ("", "[1]", "a: b", "{"):
+        (run_folder / "config.yaml").write_text(text)
+        with pytest.raises(UserError, match=r"config.yaml is not what a run writes; restore it"):
+            status.main([str(run_folder)])
+    with pytest.raises(UserError, match="no folder"):
+        status.main([str(tmp_path / "nowhere")])
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UserError, match="holds no run"):
+        status.main([str(tmp_path / "empty")])

@@ -34,7 +34,7 @@ class Page:
     def shows(self, stage, step, domain, task):
         wanted = f"{stage} {step} {domain} {task}"
         self.wait(
-            lambda: self.script("return document.getElementById('group').dataset.shown") == wanted
+            lambda: self.script("return document.getElementById('group')?.dataset.shown") == wanted
         )
         return True
 

@@ -154,19 +154,20 @@ class Reader {
     const key = ({ stage, step, domain, task }) => JSON.stringify([stage, step, domain, task]);
     const before = this.current && key(this.current);
     this.groups = readIndex();
-    this.chunks.clear();
+    this.chunks = new Map();
     this.fill();
     const kept = this.follows ? null : this.groups.find((group) => key(group) === before);
     this.show(kept ?? this.telling());
   }
 
   async chunk(number) {
-    if (!this.chunks.has(number)) {
+    const chunks = this.chunks; // those of this version of the page
+    if (!chunks.has(number)) {
       const bytes = Uint8Array.from(atob(byId(`chunk-${number}`).textContent), (c) => c.charCodeAt(0));
       const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"));
-      this.chunks.set(number, await new Response(stream).json());
+      chunks.set(number, await new Response(stream).json());
     }
-    return this.chunks.get(number);
+    return chunks.get(number);
   }
 
   async show(group) {
@@ -400,8 +401,11 @@ class Live {
   // All but the reader, which keeps what was chosen.
   async renew() {
     const page = this.parsed(await (await fetch(`./${location.search}`)).text());
+    if (page.title !== document.title) return location.reload(); // the server of another run
     const episodes = page.getElementById("episodes");
-    if (this.reader && episodes) episodes.replaceWith(byId("episodes"));
+    const kept = byId("episodes");
+    if (kept && episodes) episodes.replaceWith(kept);
+    else this.reader = null;
     const top = scrollY;
     document.querySelector("nav").replaceWith(page.querySelector("nav"));
     document.querySelector("main").replaceWith(page.querySelector("main"));
