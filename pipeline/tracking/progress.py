@@ -15,7 +15,7 @@ from pipeline.checkpoints.run_folder import Opened
 from pipeline.config.settings import Config
 from pipeline.data.curriculum import Stage
 from pipeline.distributed.ranks import Ranks
-from pipeline.files.console import in_words, say
+from pipeline.files.console import command, in_words, say
 
 RECENT_STEPS = 20  # number of steps whose median duration gives the time left
 
@@ -111,7 +111,8 @@ def episodes_of(name: str, num_episodes: int, ranks: Ranks) -> Iterator[Callable
 
 def say_start(opened: Opened, step: int, config: Config, stages: Sequence[Stage]) -> None:
     """Print the run folder, the step from which the run resumes, and unusual settings."""
-    notes = [f"run folder: {opened.folder}", *opened.notes]
+    watch = f"watch it: {command('watch')} {opened.folder}"
+    notes = [f"run folder: {opened.folder} ({watch})", *opened.notes]
     if opened.checkpoint is not None:
         notes.append(f"resuming from {opened.checkpoint.name}: {step} steps done")
     grpo = config.grpo
