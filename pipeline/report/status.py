@@ -73,14 +73,17 @@ def with_ranks(status: Status) -> Status:
     with suppress(OSError, ValueError, TypeError):  # the run has not begun, or is gone
         posted |= json.loads((Path(status["folder"]) / RANKS).read_text("utf-8"))
     is_running = not posted["is_over"] and abs(time.time() - posted["time"]) < STALE_S
-    state = "running" if is_running else "ended" if posted["why"] else "killed"
-    if state == "killed" and (posted["is_over"] or status["is_finished"]):
-        state = "finished"
+    states = {  # the first that holds
+        "running": is_running,
+        "ended": posted["why"],
+        "finished": posted["is_over"] or status["is_finished"],
+        "killed": True,
+    }
     ranks = posted["ranks"] if is_running else []
     steps_left = status["num_steps"] - status["step"]
     return {
         **status,
-        "state": state,
+        "state": next(state for state, holds in states.items() if holds),
         "why": posted["why"],
         "place": status["stage"] or (ranks[0]["phase"] if ranks else "before GRPO"),
         "left_s": status["step_s"] * steps_left if status["step_s"] and is_running else None,
