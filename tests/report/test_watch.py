@@ -2,6 +2,7 @@
 
 import json
 import platform
+import re
 import shutil
 import socket
 import threading
@@ -18,7 +19,7 @@ from pipeline.files.layout import METRICS, RANKS, WARNINGS
 from pipeline.plots import pictures
 from pipeline.report import status
 from pipeline.report.server import server_of
-from pipeline.report.watch import LivePage
+from pipeline.report.watch import LivePage, page_beside
 from pipeline.tracking.run_files import load_run
 from tests.support.browser import Page
 from tests.support.report_runs import (  # noqa: F401
@@ -183,6 +184,17 @@ def test_the_server_reads_alone_and_answers_only_its_own_machine_or_who_has_the_
     assert capsys.readouterr().err == ""
     with pytest.raises(UserError, match="holds no run, or the run has not begun"):
         LivePage(run_folder.parent)
+
+
+def test_a_run_serves_its_page_as_long_as_it_lasts(run_folder, capfd):
+    with page_beside(run_folder):
+        said = ""
+        while not (found := re.search(r"in a browser: (\S+) \(as long as the run lasts", said)):
+            said += capfd.readouterr().out
+            time.sleep(0.05)
+        assert answer(found[1])[0] == 200
+    with pytest.raises(OSError, match="refused"):
+        answer(found[1])
 
 
 @pytest.mark.parametrize(
