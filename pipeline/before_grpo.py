@@ -14,7 +14,7 @@ from pipeline.evaluation.agents import agent_rollout, evaluate_agent
 from pipeline.evaluation.evaluate import ErrorRates, stop_on_errors, success_in_words
 from pipeline.files.console import may_fail
 from pipeline.grpo.collect import RolloutBatch, play_groups
-from pipeline.report.tables import start_block
+from pipeline.report.write import start_block
 from pipeline.rft import (
     examples_of,
     kept_of,

@@ -3,11 +3,11 @@
 import json
 import sys
 from collections.abc import Mapping, Sequence
-from itertools import count
+from functools import partial
+from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
-import torch
 from pydantic import BaseModel
 from pydantic_core import to_jsonable_python
 
@@ -27,7 +27,7 @@ from pipeline.files.console import command, styled
 from pipeline.files.layout import is_toy
 from pipeline.files.untrusted import printable, shown
 from pipeline.models.layers import fix_rotary
-from pipeline.models.loading import load_folder, load_tokenizer, on_gpu, uses_bf16
+from pipeline.models.loading import dtype_of, load_folder, load_tokenizer, on_gpu
 from pipeline.preflight.prepare import long_prompts, needs_of
 from pipeline.preflight.task_sets import TaskSets, task_sets
 from pipeline.report.chat_page import ChatPage
@@ -51,13 +51,24 @@ def main(argv: list[str]) -> int:
     parser.add_argument("run", type=Path, metavar="RUN", help="folder of a run")
     parser.add_argument("--domain", help="a domain of the run [the first]")
     parser.add_argument("--task", metavar="ID", help="id of a task [a held-out task]")
-    about = "you type the customer's messages; an empty line ends the conversation"
-    parser.add_argument("--human", action="store_true", help=about)
+    parser.add_argument(
+        "--human",
+        action="store_true",
+        help="you type the customer's messages; an empty line ends the conversation",
+    )
     parser.add_argument("--greedy", action="store_true", help="always take the likeliest token")
-    about = "chooses the task and the random numbers [the run's seed]"
-    parser.add_argument("--seed", type=seed_of, metavar="N", help=about)
-    about = "name of a checkpoint, latest, or best (of --keep-best) [latest]"
-    parser.add_argument("--checkpoint", default="latest", metavar="NAME", help=about)
+    parser.add_argument(
+        "--seed",
+        type=seed_of,
+        metavar="N",
+        help="chooses the task and the random numbers [the run's seed]",
+    )
+    parser.add_argument(
+        "--checkpoint",
+        default="latest",
+        metavar="NAME",
+        help="name of a checkpoint, latest, or best (of --keep-best) [latest]",
+    )
     parser.add_argument("--web", action="store_true", help="serve the conversation as a page")
     options = parser.parse_args(argv)
     checkpoint = open_checkpoint(options.run, options.checkpoint)
@@ -81,6 +92,9 @@ def main(argv: list[str]) -> int:
     place.tell("task", f"{task.id} {task.family}".rstrip())
     conversation = Conversation(options.human, chat, place)
     limits = config.rollout
+    model_of = partial(
+        LanguageModel, call_timeout=limits.call_timeout, folder=checkpoint.run, name="chat"
+    )
     hooks: dict[str, Any] = {"reply": conversation.reply, "watch": conversation.watch}
     if options.human:
         some = min(NUM_EXAMPLES, len(sets.held_out))
@@ -92,13 +106,10 @@ def main(argv: list[str]) -> int:
         limits = limits.model_copy(update={"call_timeout": NO_DEADLINE_S, "rollout_timeout": None})
     elif served_domains(config, {name: domain}, {name: [task]}):
         place.tell("customer", config.customer.in_words)
-        timeout = config.rollout.call_timeout
-        model = LanguageModel("customer", config.customer, timeout, checkpoint.run, name="chat")
-        hooks["opening_messages"] = Customers(model, [name]).opening_messages
+        customers = Customers(model_of("customer", config.customer), [name])
+        hooks["opening_messages"] = customers.opening_messages
     if config.judge.url is not None:
-        timeout = config.rollout.call_timeout
-        model = LanguageModel("judge", config.judge, timeout, checkpoint.run, name="chat")
-        hooks["judge"] = model.ask
+        hooks["judge"] = model_of("judge", config.judge).ask
     rollout = load_rollout(checkpoint, domain, chat, limits, **hooks)
     try:
         for trial in count() if options.web else range(1):
@@ -121,10 +132,9 @@ def find_task(sets: TaskSets, domain: Domain, task_id: str | None, seed: int) ->
     """
     if task_id is None:
         return generator(seed, "chat", domain.name).choice(sets.held_out)
-    for tasks in (sets.held_out, sets.validation, sets.train):
-        for task in tasks:
-            if task.id == task_id:
-                return task
+    for task in chain(sets.held_out, sets.validation, sets.train):
+        if task.id == task_id:
+            return task
     some = ", ".join(task.id for task in sets.held_out[:3])
     raise UserError(f"--task: got {shown(task_id)}; tasks of {domain.name} are {some} and others")
 
@@ -132,9 +142,12 @@ def find_task(sets: TaskSets, domain: Domain, task_id: str | None, seed: int) ->
 def chat_of(checkpoint: RunCheckpoint, domain: Domain) -> Chat:
     """Return the chat format of a checkpoint, whose template was fitted."""
     settings = checkpoint.config.model.model_copy(update={"model": str(checkpoint.path)})
-    kwargs = settings.chat_template_kwargs
-    calls = settings.tool_call_format
-    return Chat(load_tokenizer(settings), kwargs, calls, needs=needs_of([domain]))
+    return Chat(
+        load_tokenizer(settings),
+        settings.chat_template_kwargs,
+        settings.tool_call_format,
+        needs=needs_of([domain]),
+    )
 
 
 def load_rollout(
@@ -148,12 +161,16 @@ def load_rollout(
     settings = config.model.model_copy(update={"model": str(checkpoint.path)})
     model = load_folder(checkpoint.path, settings)
     fix_rotary(model, limits.max_tokens)
-    dtype = torch.bfloat16 if uses_bf16(settings) else torch.float32
-    sampler = make_sampler(model.to("cuda" if on_gpu() else "cpu"), chat, limits, dtype, True)
-    rewards = load_reward_functions(config)
-    policy = SamplerPolicy(sampler, chat, limits)
-    environments = {domain.name: domain.environment}
-    return Rollout(policy, chat, environments, limits, rewards=rewards, **hooks)
+    model = model.to("cuda" if on_gpu() else "cpu")
+    sampler = make_sampler(model, chat, limits, dtype_of(settings), is_main=True)
+    return Rollout(
+        SamplerPolicy(sampler, chat, limits),
+        chat,
+        {domain.name: domain.environment},
+        limits,
+        rewards=load_reward_functions(config),
+        **hooks,
+    )
 
 
 class Terminal:

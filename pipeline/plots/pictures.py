@@ -153,18 +153,27 @@ def draw_rate(axes: Axes, x: float, number: Number, **style: Any) -> None:
 def stop_reasons(run: RunData) -> Figure | None:
     reasons = sorted({key.removeprefix(STOP) for of in run.train for key in of if STOP in key})
     layers = dict(zip(reasons, _columns(run.train, STOP, *reasons), strict=True))
-    panels = {"share of episodes": layers}
-    colours = chain(COLOURS, repeat(PALE))
-    return _stacked(run, "why episodes ended", run.train, panels, colours, top=1)
+    return _stacked(
+        run,
+        "why episodes ended",
+        run.train,
+        {"share of episodes": layers},
+        chain(COLOURS, repeat(PALE)),
+        top=1,
+    )
 
 
 def zero_std_groups(run: RunData) -> Figure | None:
     records = [record for record in run.train if "rollout/all_failed" in record]
     failed, solved, few = _columns(records, "rollout/", "all_failed", "all_solved", "too_few_left")
-    signal = 1 - failed - solved - few
-    layers = {"all failed": failed, "with a signal": signal, "all solved": solved}
-    panels = {"share of groups": {**layers, "fewer than two left": few}}
+    layers = {
+        "all failed": failed,
+        "with a signal": 1 - failed - solved - few,
+        "all solved": solved,
+        "fewer than two left": few,
+    }
     colours = (COLOURS[1], COLOURS[0], COLOURS[5], PALE)
+    panels = {"share of groups": layers}
     return _stacked(run, "zero-std groups (equal rewards)", records, panels, colours, top=1)
 
 
@@ -280,13 +289,12 @@ def accuracy_matrix(run: RunData) -> Figure | None:
     axes = figure.subplots()
     for r, row in enumerate(of["matrix"]):
         for c, number in enumerate(row):
-            text = "-"
             ink = "black"
             if cell := complete(number):
                 fill_colour = colormaps["cividis"](cell[0])
                 axes.add_patch(patches.Rectangle((c - 0.5, r - 0.5), 1, 1, color=fill_colour))
                 ink = drawing.DARK_INK if cell[0] > 0.55 else drawing.LIGHT_INK
-                text = shown(cell).replace(" [", "\n[")
+            text = shown(number).replace(" [", "\n[")
             axes.text(c, r, text, ha="center", va="center", color=ink, fontsize="small")
     trained = [(stage["name"], name) for stage in run.transfer["stages"] for name in stage["own"]]
     for r, c in ((points.index(stage), columns.index(name)) for stage, name in trained):
@@ -453,8 +461,7 @@ def pareto(configurations: Sequence[Configuration]) -> Figure:
         ylabel="new-domain gain, difference of success rates",
     )
     drawing.tidy(axes, grid="both")
-    handles, names = axes.get_legend_handles_labels()
-    figure.legend(handles, names, **drawing.BELOW | {"fontsize": "medium"})
+    figure.legend(**drawing.BELOW | {"fontsize": "medium"})
     return figure
 
 

@@ -5,11 +5,10 @@ import queue
 import secrets
 import threading
 from collections.abc import Sequence
-from typing import Any
 
 from pipeline.files.untrusted import printable
 from pipeline.report.server import HERE, NO_PAGE, Answer, Page, server_of
-from pipeline.report.write import html_of, parts_of_page
+from pipeline.report.write import filled, parts_of_page
 
 
 class ChatPage(Page):
@@ -18,7 +17,7 @@ class ChatPage(Page):
     def __init__(self, title: str) -> None:
         self._id = secrets.token_hex()  # an old page would show another conversation
         parts = parts_of_page("chat.js")
-        self._html = html_of("chat.html", title=title, conversation=self._id, **parts)
+        self._html = filled("chat.html", title=title, conversation=self._id, **parts)
         self._lines = list[tuple[str, str]]()
         self._is_waiting = False  # for the person
         self._typed = queue.Queue[str]()
@@ -32,8 +31,11 @@ class ChatPage(Page):
             return 200, "text/html", self._html
         since = query.get("since", ["0"])[0]
         if path == "/lines" and since.isdecimal():
-            found: dict[str, Any] = {"conversation": self._id, "is_waiting": self._is_waiting}
-            found["lines"] = self._lines[int(since) :]
+            found = {
+                "conversation": self._id,
+                "is_waiting": self._is_waiting,
+                "lines": self._lines[int(since) :],
+            }
             return 200, "application/json", json.dumps(found)
         return NO_PAGE
 

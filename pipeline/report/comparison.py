@@ -27,8 +27,9 @@ IGNORED = ("run", "tracking")  # sections of settings that do not change what a 
 KIND = "curriculum.curriculum"
 # names of settings that mixed training ignores, because mixed training has no stages
 OF_STAGES = (
-    *("order", "stage_weights", "stage_steps", "stage_tasks"),
-    *("replay", "preview", "difficulties"),
+    *("curriculum.order", "curriculum.stage_weights", "curriculum.stage_steps"),
+    *("curriculum.stage_tasks", "curriculum.replay", "curriculum.preview"),
+    "curriculum.difficulties",
 )
 
 
@@ -47,10 +48,9 @@ def finished(folders: Sequence[Path]) -> tuple[list[RunData], list[RunData]]:
     A run is not finished if it was interrupted or has no stages. Raises UserError if no run is
     finished.
     """
-    done: list[RunData] = []
-    others: list[RunData] = []
-    for run in map(load_run, folders):
-        (done if is_finished(run) else others).append(run)
+    runs = [load_run(folder) for folder in folders]
+    done = [run for run in runs if is_finished(run)]
+    others = [run for run in runs if not is_finished(run)]
     if not done:
         names = ", ".join(run.folder.name for run in others)
         raise UserError(
@@ -88,15 +88,14 @@ def settings_of(config: Mapping[str, Any]) -> dict[str, Any]:
 
     If the model is a checkpoint of another run, settings of the other run replace the model name.
     """
-    settings: dict[str, Any] = {}
-    for section, values in config.items():
-        if not isinstance(values, dict):
-            settings[section] = values
-        elif section not in IGNORED:
-            settings |= {f"{section}.{name}": value for name, value in values.items()}
+    settings = {"recipe": config["recipe"]} | {
+        f"{section}.{name}": value
+        for section, values in config.items()
+        if isinstance(values, dict) and section not in IGNORED
+        for name, value in values.items()
+    }
     if _is_mixed(settings):
-        ignored = {f"curriculum.{name}" for name in OF_STAGES}
-        settings = {key: value for key, value in settings.items() if key not in ignored}
+        settings = {key: value for key, value in settings.items() if key not in OF_STAGES}
     path = Path(settings["model.model"])
     if path.parent.name == "checkpoints":
         settings["model.model"] = re.sub(r"seed-\d+", "seed", str(path))  # one name for all seeds
@@ -186,8 +185,7 @@ def minus_first(
             if changes:
                 of_domains[domain] = estimate(mean_samples(changes, f"end {domain}"))
             if mine.keys() != theirs.keys():
-                both = f"{len(changes)} in both"
-                counts.append(f"{domain} {len(mine)} and {len(theirs)} ({both})")
+                counts.append(f"{domain} {len(mine)} and {len(theirs)} ({len(changes)} in both)")
         if counts:
             unequal.append(f"{configuration.label}: {', '.join(counts)}")
     return found, unequal
@@ -200,16 +198,18 @@ def data_of(
 ) -> dict[str, Any]:
     """Return the variables of the template `comparison.md.jinja`, except the title."""
     changes, unequal = minus_first(configurations)
-    found = dict.fromkeys(domain for of in changes.values() for domain in of)
-    compared = {c.label: c.against_mixed for c in configurations if c.against_mixed}
+    compared = {
+        c.label: {name: c.against_mixed.get(name) for name in METRICS}
+        for c in configurations
+        if c.against_mixed
+    }
     ends = {c.label: {d: of[-1] for d, of in c.transfer["rewards"].items()} for c in configurations}
-    domains = dict.fromkeys(domain for of in ends.values() for domain in of)
     return {
         "configurations": configurations,
         "links": links_of(configurations, output),
-        "changes": number_table(f"minus {configurations[0].label}", changes, found, sign="+"),
+        "changes": number_table(f"minus {configurations[0].label}", changes, sign="+"),
         "unequal": unequal,
         "unfinished": unfinished,
-        "minus_mixed": number_table("minus mixed", compared, METRICS, sign="+"),
-        "rewards": number_table("mean reward at the end", ends, domains),
+        "minus_mixed": number_table("minus mixed", compared, sign="+"),
+        "rewards": number_table("mean reward at the end", ends),
     }

@@ -17,7 +17,7 @@ from typing import Any
 from zlib import crc32
 
 from pipeline.files.durable import whole_lines
-from pipeline.tracking.run_files import transcripts_in
+from pipeline.tracking.run_files import task_of, transcripts_in
 
 MAX_EPISODES = 10_000
 MAX_CHARACTERS = 11_000_000  # maximum length of all chunks together; keeps the page below 15 MB
@@ -54,7 +54,11 @@ def read_episodes(
     `meanings` explains the parts of the reward: {domain: {part: text}}.
     """
     files = transcripts_in(folder) if files is None else files
-    tasks = {path: _tasks_in(path) for paths in files.values() for path in paths}
+    tasks = {
+        path: [task_of(json.loads(line)) for line in whole_lines(path)]
+        for paths in files.values()
+        for path in paths
+    }
     sizes = Counter((step, task) for step, of in files.items() for p in of for task in tasks[p])
     tokenizers = folder.glob("checkpoints/*/tokenizer.json")
     newest = max(tokenizers, key=lambda path: path.stat().st_mtime, default=None)
@@ -65,15 +69,14 @@ def read_episodes(
         shown = sum(sizes[group] for group in chosen)
         num_characters = sum(map(len, chunks))
         if num_characters <= max_characters or len(chosen) < 2:
-            index |= {"shown": shown, "total": sizes.total()}
-            index |= {"success_threshold": success_threshold, "meanings": meanings or {}}
+            index |= {
+                "shown": shown,
+                "total": sizes.total(),
+                "success_threshold": success_threshold,
+                "meanings": meanings or {},
+            }
             return Reader(index, chunks)
         max_episodes = int(0.9 * shown * max_characters / num_characters)
-
-
-def _tasks_in(path: Path) -> list[Task]:
-    """Return the task of each episode in a file of transcripts."""
-    return [(of["domain"], of["task_id"]) for of in map(json.loads, whole_lines(path))]
 
 
 def choose(sizes: Counter[Group], limit: int) -> list[Group]:

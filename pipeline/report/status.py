@@ -20,7 +20,7 @@ from pipeline.files.layout import RANKS, WARNINGS
 from pipeline.files.untrusted import printable
 from pipeline.report.comparison import runs_in
 from pipeline.report.tables import Rows, aligned
-from pipeline.report.write import in_text
+from pipeline.report.write import filled
 from pipeline.tracking.run_files import RunData, is_finished, load_run, number
 
 STALE_S = 15.0
@@ -45,8 +45,10 @@ def status_of(run: RunData) -> Status:
     """
     last = run.train[-1] if run.train else {}
     timing = run.timings[-1] if run.timings else {}
-    names = [f"reward/{domain}" for domain in run.domains]
-    recent = {n: [v for of in run.train[-RECENT:] if (v := of.get(n)) is not None] for n in names}
+    recent = {
+        domain: [r for of in run.train[-RECENT:] if (r := of.get(f"reward/{domain}")) is not None]
+        for domain in run.domains
+    }
     status = {
         "folder": str(run.folder),
         "name": run.folder.resolve().name,
@@ -57,7 +59,7 @@ def status_of(run: RunData) -> Status:
         "step_s": median(run.step_s[-RECENT:]) if run.step_s else None,
         "tokens_per_s": timing.get("perf/tokens_per_s"),
         "memory_mb": timing.get("perf/peak_memory_mb"),
-        "reward": {n.removeprefix("reward/"): fmean(of) for n, of in recent.items() if of},
+        "reward": {domain: fmean(rewards) for domain, rewards in recent.items() if rewards},
         "success": _success(run),
         "warnings": [*_warnings(run)],
     }
@@ -99,8 +101,8 @@ def _success(run: RunData) -> dict[str, float]:
         for d in run.domains
     ]
     found += [(e["step"], d, of["mean"]) for e in run.evaluations for d, of in e["success"].items()]
-    found.sort(key=lambda of: of[0])
-    return {domain: value for _, domain, value in found if value is not None}
+    in_order = sorted(found, key=lambda of: of[0])
+    return {domain: value for _, domain, value in in_order if value is not None}
 
 
 def _warnings(run: RunData) -> Iterator[str]:
@@ -142,8 +144,9 @@ def table_of(found: Sequence[Status]) -> Rows:
 def main(arguments: Sequence[str]) -> int:
     """Run `status RUN ...`; raises UserError for a folder without a run."""
     parser = argparse.ArgumentParser(prog=command("status"), description="Says where runs are.")
-    about = "folder of a run, or of runs"
-    parser.add_argument("folders", nargs="+", type=Path, metavar="RUN", help=about)
+    parser.add_argument(
+        "folders", nargs="+", type=Path, metavar="RUN", help="folder of a run, or of runs"
+    )
     parser.add_argument("--json", action="store_true", help="print a line of JSON for each run")
     options = parser.parse_args(arguments)
     runs = runs_in(options.folders) or options.folders
@@ -151,8 +154,11 @@ def main(arguments: Sequence[str]) -> int:
     if options.json:
         lines = [json.dumps(status) for status in found]
     else:
-        one = variables_of(found[0])
-        text = aligned(table_of(found)) if found[1:] else in_text("status.txt.jinja", **one)
+        text = (
+            aligned(table_of(found))
+            if found[1:]
+            else filled("status.txt.jinja", **variables_of(found[0]))
+        )
         fitted = partial(wrap, width=WIDTH, subsequent_indent="  ")
         lines = [part for line in printable(text).splitlines() for part in fitted(line) or [""]]
     print("\n".join(lines))

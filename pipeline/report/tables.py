@@ -12,6 +12,7 @@ from typing import Any
 from pipeline.config.recipe import recipe_in_words
 from pipeline.evaluation.transfer import rate, threshold_of
 from pipeline.plots.drawing import NO_INTERVAL, shown
+from pipeline.plots.pictures import STOP
 from pipeline.tracking.run_files import (
     Evaluation,
     RunData,
@@ -35,7 +36,6 @@ UNSIGNED = ("average_accuracy", "area_under_curve")
 KINDS = {"mean": "sampled", "greedy": "greedy"}  # key in `results.json` -> name in reports
 ENDS = ("before GRPO", "after GRPO")
 
-STOP = "rollout/stop/"
 LEFT_OUT = "rollout/left_out/"
 BY_COLUMN = ("backward_transfer", "forward_transfer", "forgetting", "area_under_curve")
 
@@ -48,10 +48,9 @@ def metric(number: Sequence[Any] | None, name: str, sign: str = "") -> str:
     return shown(number, sign or "+" * is_change, 3 if name == "learning_efficiency" else 2)
 
 
-def number_table(
-    title: str, numbers: Mapping[str, Mapping[str, Any]], names: Iterable[str], sign: str = ""
-) -> Rows:
+def number_table(title: str, numbers: Mapping[str, Mapping[str, Any]], sign: str = "") -> Rows:
     """Return a table with a row per key of `numbers` and a column per name that has numbers."""
+    names = dict.fromkeys(name for of in numbers.values() for name in of)
     used = [name for name in names if any(of.get(name) for of in numbers.values())]
     rows = [[key, *(metric(of.get(n), n, sign) for n in used)] for key, of in numbers.items()]
     header = [title, *(METRICS.get(name, name) for name in used)]
@@ -81,8 +80,10 @@ def success_tables(results: Mapping[str, Any]) -> list[Rows]:
         columns = [([e], kind) for e in (*ends, *agents.values()) for kind in KINDS]
         rows = ([n, *(c for e, kind in columns for c in cells(n, kind, e))] for n in names)
         return [[["success", *KINDS.values(), *further], *rows]]
-    gains = {**transfer.get("domains", {}).get("gain", {})}
-    gains["mean"] = transfer.get("metrics", {}).get("total_gain")
+    gains = {
+        **transfer.get("domains", {}).get("gain", {}),
+        "mean": transfer.get("metrics", {}).get("total_gain"),
+    }
     sampled = [
         [n, *cells(n, "mean", ends), shown(gains.get(n), "+"), *cells(n, "mean", agents.values())]
         for n in names
@@ -107,9 +108,7 @@ def ends_in_words(evaluations: Sequence[Evaluation]) -> str:
 
 def with_interval(values: Sequence[Any] | None) -> str:
     """Format (value, low, high); without bounds, as for one task, the value alone."""
-    if values is None or None not in values:
-        return shown(values)
-    return number(values[0])
+    return number(values[0]) if values and None in values else shown(values)
 
 
 def failures(evaluations: Sequence[Evaluation]) -> dict[str, str]:
@@ -145,13 +144,6 @@ def start_table(start: Mapping[str, Any]) -> Rows:
         rates = [with_interval(of[name]) for name in ("held_out", *names)]
         rows.append([domain, *rates, signal, baseline])
     return rows
-
-
-def start_block(start: Mapping[str, Any]) -> str:
-    """Return the start report as text for the terminal."""
-    words = f"held-out: {after_name(start['after'])}; then: groups of the first step"
-    lines = [aligned(start_table(start)), f"{words}; in brackets: 95 % intervals"]
-    return "\n".join([*lines, *(f"warning: {line}" for line in start["lines"])])
 
 
 def pass_hat_table(transfer: Mapping[str, Any]) -> Rows:
@@ -214,10 +206,9 @@ def train_tasks_in_words(run: RunData) -> str:
 
 def baseline_table(results: Mapping[str, Any]) -> Rows:
     """Return a row for each baseline of each domain, with its mean reward."""
-    found: Mapping[str, Mapping[str, float]] = results.get("baselines", {})
     rows = [
         [domain, name.replace("_", " "), number(reward)]
-        for domain, of in found.items()
+        for domain, of in results.get("baselines", {}).items()
         for name, reward in of.items()
     ]
     return [["domain", "baseline", "mean reward"], *rows] if rows else []
@@ -277,7 +268,7 @@ def _calls_in_training(run: RunData) -> dict[str, list[int]]:
 
 def _transfer_by(kind: str, of: Mapping[str, Any]) -> Rows:
     numbers = {column: {n: of.get(n, {}).get(column) for n in BY_COLUMN} for column in of["names"]}
-    return number_table(kind, numbers, BY_COLUMN)
+    return number_table(kind, numbers)
 
 
 def _rewards_by_name(run: RunData) -> Rows:

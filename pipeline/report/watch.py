@@ -27,7 +27,7 @@ from pipeline.report.reader_data import read_episodes
 from pipeline.report.server import HERE, NO_PAGE, PORT, Answer, Page, server_of
 from pipeline.report.status import Status, status_of, variables_of, with_ranks
 from pipeline.report.tables import data_of
-from pipeline.report.write import TEMPLATES, html_of, page_of, render, sections_of, svgs_of
+from pipeline.report.write import TEMPLATES, filled, page_of, render, sections_of, svgs_of
 from pipeline.tracking.run_files import RunData, load_run, transcripts_in
 
 NEWEST = 4  # steps and evaluations whose episodes the page has
@@ -55,7 +55,6 @@ class LivePage(Page):
         self._status: Status = {}
         self._trouble = ""
         self._is_asked = threading.Event()
-        self.version = time.time_ns() // 10**6  # other than those of an earlier server
         self.html = ""
         self._make()
 
@@ -66,7 +65,7 @@ class LivePage(Page):
             return 200, "text/html", self.html
         if path != "/now":
             return NO_PAGE
-        html = html_of("sections.html", sections=self._now())
+        html = filled("sections.html", sections=self._now())
         return 200, "application/json", json.dumps({"version": self.version, "html": html})
 
     def renew(self) -> None:
@@ -109,7 +108,7 @@ class LivePage(Page):
             MAX_CHARACTERS,
             files=dict([*transcripts_in(self._folder).items()][-NEWEST:]),
         )
-        self.version += 1
+        self.version = time.time_ns() // 10**6  # other than those of an earlier server
         sections = [*self._now(), *sections_of(text)]
         self.html = page_of(data["title"], sections, self._svgs, reader, self.version)
         self._made_of = seen

@@ -18,10 +18,9 @@ import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import median
-from textwrap import fill
 from typing import Any
 
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from jinja2 import Environment, FileSystemLoader, StrictUndefined, select_autoescape
 from markupsafe import Markup, escape
 
 from pipeline.errors import UserError
@@ -40,6 +39,7 @@ from pipeline.report.tables import (
     pass_hat_table,
     share,
     shown,
+    start_table,
     success_tables,
 )
 from pipeline.tracking.run_files import after_name, load_run, number
@@ -49,7 +49,6 @@ TEMPLATES = Path(__file__).resolve().parent / "templates"
 MARKS = ((r"`([^`]+)`", "code"), (r"\*\*([^*]+)\*\*", "strong"), (r"\*([^*]+)\*", "em"))
 LINK = r"\[(<code>[^<]*</code>)\]\(((?:[\w.%~-]+/)+report\.html)\)"  # to another report, no other
 AT_THE_END = ("stage_gain", "backward_transfer", "forward_transfer", "forgetting")
-MOST_CHARACTERS = 100  # maximum length of a line in the terminal
 COLUMN_CHARACTERS = 84  # a table with longer rows takes the width of both columns of the page
 PICTURE = re.compile(r"!\[(?P<caption>.*)\]\((?P<name>\w+)\.png\)")
 
@@ -103,7 +102,7 @@ def page_of(
     version: int = 0,
 ) -> str:
     """Return the HTML page; with a `version`, its script asks the page's server for changes."""
-    return html_of(
+    return filled(
         "page.html",
         title=printable(title),
         sections=sections,
@@ -128,13 +127,6 @@ def svgs_of(figures: Mapping[str, Any]) -> dict[str, Markup]:
     return {name: Markup(drawing.inline_svg(figure, name)) for name, figure in figures.items()}
 
 
-def html_of(template: str, **data: Any) -> str:
-    """Render an HTML template, which escapes all texts."""
-    made = environment(autoescape=True)
-    made.filters["rich"] = rich
-    return made.get_template(template).render(**data)
-
-
 def final_table(results: Mapping[str, Any]) -> str:
     """Return the text for the end of a run: success before and after GRPO, rewards, metrics.
 
@@ -144,30 +136,30 @@ def final_table(results: Mapping[str, Any]) -> str:
     evaluations = results["evaluations"]
     failed = failures(evaluations)
     tables = success_tables(results)
-    legend = "in brackets: 95 % intervals"
-    if tables[1:]:
-        legend = f"{ends_in_words(evaluations)}; {legend}"
     marked = [
         [[f"{name} (!)" if name in failed else name, *cells] for name, *cells in table]
         for table in tables
     ]
     numbers = results["transfer"].get("metrics", {})
-    return in_text(
+    return filled(
         "final.txt.jinja",
         results=results,
         tables=[*marked, *filter(None, [pass_hat_table(results["transfer"])])],
-        legend=fill(legend, MOST_CHARACTERS),
+        ends_in_words=ends_in_words(evaluations) if tables[1:] else "",
         failures=failed.values(),
         worse=results.get("worse", {"found": []}),
         numbers=[[METRICS[n], metric(numbers[n], n)] for n in AT_THE_END if n in numbers],
     )
 
 
-def in_text(template: str, **data: Any) -> str:
-    """Render a template for the terminal."""
-    made = environment(autoescape=False)
-    made.filters |= {"aligned": aligned, "number": number, "shown": shown, "in_words": in_words}
-    return made.get_template(template).render(**data).rstrip("\n")
+def start_block(start: Mapping[str, Any]) -> str:
+    """Return the start report as text for the terminal."""
+    return filled("start.txt.jinja", start=start, rows=start_table(start))
+
+
+def filled(template: str, **data: Any) -> str:
+    """Fill in an HTML template, which escapes all texts, or a template for the terminal."""
+    return environment().get_template(template).render(**data).rstrip("\n")
 
 
 def sections_of(markdown: str) -> list[dict[str, Any]]:
@@ -210,19 +202,25 @@ def rich(text: str) -> Markup:
 
 
 def environment(**options: Any) -> Environment:
-    """Return a Jinja environment with the templates of reports."""
-    made = Environment(loader=FileSystemLoader(TEMPLATES), undefined=StrictUndefined, **options)
-    made.trim_blocks = made.lstrip_blocks = True
+    """Return a Jinja environment with the templates of reports; those of HTML escape all texts."""
+    made = Environment(
+        loader=FileSystemLoader(TEMPLATES),
+        undefined=StrictUndefined,
+        autoescape=select_autoescape(["html"]),
+        trim_blocks=True,
+        lstrip_blocks=True,
+        **options,
+    )
+    filters = (shown, metric, number, share, median, table, aligned, after_name, in_words, rich)
+    made.filters |= {function.__name__: function for function in filters}
     return made
 
 
 def render(template: str, **data: Any) -> str:
     """Render a Markdown template, and join the lines of each paragraph."""
     # The Markdown has no HTML escapes, because `page.html` escapes the texts later.
-    made = environment(autoescape=False, finalize=plain)
-    made.filters |= {"shown": shown, "metric": metric, "number": number, "median": median}
-    made.filters |= {"table": table, "after_name": after_name, "in_words": in_words, "share": share}
-    text = made.get_template(template).render(METRICS=METRICS, row=row, **data)
+    made = environment(finalize=plain).get_template(template)
+    text = made.render(METRICS=METRICS, row=row, **data)
     text = re.sub(r"(?<=[^\n])\n *(?=[^\s|#!-])", " ", text)
     return re.sub(r"\n{3,}", "\n\n", text).strip() + "\n"
 

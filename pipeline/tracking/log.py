@@ -101,8 +101,7 @@ class Trackio(TensorBoard):
         self._known = {(log["step"], name) for log in logs for name in log}
 
     def _table(self, rows: Sequence[list[Any]]) -> Any:
-        made: Any = importlib.import_module("trackio").Table(columns=[*COLUMNS], data=rows)
-        return made
+        return importlib.import_module("trackio").Table(columns=[*COLUMNS], data=rows)
 
     def _log(self, step: int, values: Mapping[str, Any]) -> None:
         new = {name: value for name, value in values.items() if (step, name) not in self._known}
@@ -148,15 +147,14 @@ class RunLog(AbstractContextManager["RunLog"]):
     ) -> None:
         self._folder = folder
         self.results: Path | None = None  # the folder whose results `close` sends to the trackers
-        self._files: dict[str, LinesFile] = {}
+        self._files = dict[str, LinesFile]()
         self._trackers: list[TensorBoard | WandbFeed] = []
         check_trackers(config, by_import=is_main)
         if not is_main:
             return
         folder.mkdir(parents=True, exist_ok=True)
         sizes = (state or {}).get("sizes", {})
-        for name in (METRICS, TIMINGS):
-            self._files[name] = LinesFile(folder / name, sizes.get(name, 0))
+        self._files = {n: LinesFile(folder / n, sizes.get(n, 0)) for n in (METRICS, TIMINGS)}
         sync(folder)
         if state is None:
             (folder / feed.ID_FILE).unlink(missing_ok=True)

@@ -45,8 +45,13 @@ class StageProgress(AbstractContextManager["StageProgress"]):
         self._unit = unit
         self._start = self._last_print = self._last_step = time.monotonic()
         self._seconds = deque[float](maxlen=RECENT_STEPS)  # duration of each recent step
-        hidden = not (is_main and sys.stderr.isatty())
-        self._bar = tqdm(desc=stage, total=num_steps, initial=done, unit=unit, disable=hidden)
+        self._bar = tqdm(
+            desc=stage,
+            total=num_steps,
+            initial=done,
+            unit=unit,
+            disable=None if is_main else True,  # None: unless standard error is a terminal
+        )
 
     def step(self, metrics: Mapping[str, Any], count: int = 1) -> None:
         """Count finished steps or episodes; show the rewards, the loss and the counts in metrics.

@@ -24,6 +24,11 @@ MAX_STEPS = 50
 MAX_EPISODES = 200  # maximum numbers of steps and episodes in `episode_rows`
 MAX_OF_STEP = 32  # maximum number of episodes in `rows_of_step`
 FIELDS = ("domain", "family", "task_id", "trial", "reward", "stop_reason", "advantage")
+AFTER = {  # key in `results.json` -> name in reports; other keys are names of stages
+    "start": "at the start",
+    "warm_start": "after the warm start",
+    "rft": "after rejection fine-tuning",
+}
 COLUMNS = ["stage", "step", *(n.removesuffix("_id") for n in FIELDS), "rewards", "conversation"]
 
 
@@ -159,13 +164,13 @@ def _rows(key: tuple[str, int], paths: Iterable[Path], most: int) -> list[list[A
     Its order does not depend on the number of ranks.
     """
     episodes = [json.loads(line) for path in paths for line in whole_lines(path)]
-    episodes.sort(key=lambda episode: (*_task_of(episode), episode["trial"]))
-    groups = [list(group) for _, group in groupby(episodes, key=_task_of)]
+    episodes.sort(key=lambda episode: (*task_of(episode), episode["trial"]))
+    groups = [list(group) for _, group in groupby(episodes, key=task_of)]
     chosen = [episode for group in groups[:: ceil(len(episodes) / most) or 1] for episode in group]
     return [[*key, *_cells(episode)] for episode in chosen[:most]]
 
 
-def _task_of(episode: Mapping[str, Any]) -> tuple[str, str]:
+def task_of(episode: Mapping[str, Any]) -> tuple[str, str]:
     return episode["domain"], episode["task_id"]
 
 
@@ -227,9 +232,8 @@ def before_and_after(evaluations: Sequence[Evaluation]) -> list[Evaluation | Non
 
 
 def after_name(after: str) -> str:
-    names = {"start": "at the start", "warm_start": "after the warm start"}
-    names["rft"] = "after rejection fine-tuning"
-    return names.get(after, f"after {after}")
+    """Return the name of an evaluation point in reports."""
+    return AFTER.get(after, f"after {after}")
 
 
 def number(value: float | None) -> str:

@@ -55,7 +55,7 @@ def rollout_metrics(
     `rewards/NAME/std` count the episodes to which the source NAME applies. `num_tokens` is
     `train/num_tokens` of the step before.
     """
-    counts = _counts(batch, config) | _reward_sums(batch, reward_names)
+    counts = _counts(batch, config, reward_names)
     total = dict(zip(counts, ranks.sum([*counts.values()]), strict=True))
     size = config.rollout.num_generations
     domains = config.data.domains
@@ -73,9 +73,9 @@ def rollout_metrics(
             variance = max(0.0, total[f"squares {name}"] - count * mean**2) / max(1, count - 1)
             metrics |= {f"rewards/{name}/mean": mean, f"rewards/{name}/std": variance**0.5}
     metrics |= _of_all_episodes(batch.first, ranks)
-    metrics["train/num_tokens"] = num_tokens + total["all tokens"]
     left_out = {f"{kind}/{d}": total[f"left {kind} {d}"] for kind in LEFT_OUT for d in domains}
     metrics |= {
+        "train/num_tokens": num_tokens + total["all tokens"],
         "rollout/episodes": episodes,
         "rollout/sampled_tokens": total["tokens"],
         "rollout/turns": total["turns"] / episodes,
@@ -87,19 +87,20 @@ def rollout_metrics(
     for kind in ZERO_STD:
         metrics[f"rollout/{kind}"] = sum(total[f"{kind} {d}"] for d in groups) * size / episodes
         metrics |= {f"rollout/{kind}/{d}": total[f"{kind} {d}"] / n for d, n in groups.items()}
-    stops = {f"rollout/stop/{r}": total[f"stop {r}"] / episodes for r in StopReason}
+    metrics |= {f"rollout/stop/{r}": total[f"stop {r}"] / episodes for r in StopReason}
     if not config.rollout.max_repeated_calls:
-        del stops[f"rollout/stop/{StopReason.REPEATED_CALL}"]
-    metrics |= stops
+        del metrics[f"rollout/stop/{StopReason.REPEATED_CALL}"]
     if config.grpo.dynamic_sampling:
         replacements = sum(batch.rounds[1:])
-        metrics["rollout/rounds"] = len(batch.rounds) - 1
-        metrics["rollout/replaced_groups"] = replacements
-        metrics["rollout/extra_episodes"] = replacements * size
+        metrics |= {
+            "rollout/rounds": len(batch.rounds) - 1,
+            "rollout/replaced_groups": replacements,
+            "rollout/extra_episodes": replacements * size,
+        }
     return metrics, {d: (int(total[f"played {d}"]), int(total[f"errors {d}"])) for d in domains}
 
 
-def _counts(batch: RolloutBatch, config: Config) -> dict[str, float]:
+def _counts(batch: RolloutBatch, config: Config, reward_names: Sequence[str]) -> dict[str, float]:
     """Return sums over this rank's episodes; all ranks return the names in the same order."""
     size = config.rollout.num_generations
     threshold = config.evaluation.success_threshold
@@ -131,6 +132,13 @@ def _counts(batch: RolloutBatch, config: Config) -> dict[str, float]:
             **{f"{kind} {domain}": sum(map(outcomes.count, of)) for kind, of in ZERO_STD.items()},
             **{f"left {why} {domain}": sum(t.left_out == why for t in all_of) for why in LEFT_OUT},
         }
+    for name in reward_names:
+        paid = [reward for t in first if (reward := t.rewards.get(name)) is not None]
+        counts |= {
+            f"count {name}": len(paid),
+            f"sum {name}": sum(paid),
+            f"squares {name}": sum(reward**2 for reward in paid),
+        }
     return counts
 
 
@@ -158,20 +166,11 @@ def _of_all_episodes(mine: Sequence[Trajectory], ranks: Ranks) -> dict[str, floa
         metrics["rollout/reward_std"] = stdev(rewards)
     by_tool = Counter(name for name, count, _ in calls for _ in range(count))
     num_failed = sum(failed for *_, failed in calls)
-    metrics["tools/call_frequency"] = by_tool.total() / len(lengths)
-    metrics["tools/failure_frequency"] = num_failed / (by_tool.total() or 1)
-    of_tools = {f"tools/call_frequency/{n}": by_tool[n] / len(lengths) for n in sorted(by_tool)}
-    return metrics | of_tools
-
-
-def _reward_sums(batch: RolloutBatch, names: Sequence[str]) -> dict[str, float]:
-    sums = dict[str, float]()
-    for name in names:
-        rewards = [r for t in batch.first if (r := t.rewards.get(name)) is not None]
-        squares = sum(reward**2 for reward in rewards)
-        sums |= {f"count {name}": len(rewards), f"sum {name}": sum(rewards)}
-        sums[f"squares {name}"] = squares
-    return sums
+    return metrics | {
+        "tools/call_frequency": by_tool.total() / len(lengths),
+        "tools/failure_frequency": num_failed / (by_tool.total() or 1),
+        **{f"tools/call_frequency/{n}": by_tool[n] / len(lengths) for n in sorted(by_tool)},
+    }
 
 
 def logged_by_reward_functions(
@@ -268,9 +267,11 @@ class Meter:
 def rates(total: Mapping[str, float], num_ranks: int) -> dict[str, float]:
     """Return the `perf/` numbers from sums over the ranks."""
     metrics = {name: total[name] / num_ranks for name in total if name.endswith("_s")}
-    metrics["episodes_per_s"] = total["episodes"] / metrics["step_s"]
-    metrics["tokens_per_s"] = total["sampled"] / metrics["step_s"]
-    metrics["exchanged_bytes"] = total["bytes"]
+    metrics |= {
+        "episodes_per_s": total["episodes"] / metrics["step_s"],
+        "tokens_per_s": total["sampled"] / metrics["step_s"],
+        "exchanged_bytes": total["bytes"],
+    }
     for phase, tokens in (("sample", total["sampled"]), ("update", total["update_tokens"])):
         seconds = total[f"{phase}_s"] or 1
         padded = total[f"{phase}_padded"]

@@ -28,7 +28,7 @@ from pipeline.evaluation.advice import (
     lost_domains,
     start_report,
 )
-from pipeline.report.tables import start_block
+from pipeline.report.write import start_block
 from pipeline.rollout.trajectory import EpisodeRecord, StopReason
 from pipeline.run import main
 from scripts.proofs.grid import make_trajectory
