@@ -461,7 +461,8 @@ def pareto(configurations: Sequence[Configuration]) -> Figure:
         ylabel="new-domain gain, difference of success rates",
     )
     drawing.tidy(axes, grid="both")
-    figure.legend(**drawing.BELOW | {"fontsize": "medium"})
+    handles, names = axes.get_legend_handles_labels()  # none, if no configuration has stages
+    figure.legend(handles, names, **drawing.BELOW | {"fontsize": "medium"})
     return figure
 
 
