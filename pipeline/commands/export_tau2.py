@@ -38,7 +38,10 @@ def main(argv: list[str]) -> int:
     options = parser.parse_args(argv)
     run = options.run
     out = options.out
-    results = load_run(run).results
+    try:
+        results = load_run(run).results
+    except OSError as error:
+        raise UserError(f"{run} cannot be read ({reason_of(error)}); restore it") from None
     if not results["evaluations"]:
         raise UserError(f"{run} has no evaluation yet; give a run with one")
     config = load_recipe(run / RUN_SETTINGS)
