@@ -18,6 +18,7 @@ from pipeline.files.untrusted import reason_of, shown
 from pipeline.tau2.environment import Tau2Environment
 from pipeline.tau2.simulations import MAX_ERRORS, results_of
 from pipeline.tau2.world import World
+from pipeline.tracking.run_files import load_run
 
 USERS = {"none": "ticket", "scripted": "scripted_customer", "llm": "user_simulator"}
 PLAYED = "evaluation-"  # begins the names of folders with the model's own episodes
@@ -29,21 +30,27 @@ def main(argv: list[str]) -> int:
     parser = Parser(prog=command("export-tau2"), description=__doc__, allow_abbrev=False)
     parser.add_argument("run", type=Path, metavar="RUN", help="folder of a run with tau2")
     parser.add_argument("out", type=Path, metavar="OUT", help="folder for a file of each domain")
-    about = "start, warm_start, the name of a stage, or agent (of --agent-url) [the last one]"
-    parser.add_argument("--evaluation", metavar="NAME", help=about)
+    parser.add_argument(
+        "--evaluation",
+        metavar="NAME",
+        help="start, warm_start, the name of a stage, or agent (of --agent-url) [the last one]",
+    )
     options = parser.parse_args(argv)
     run = options.run
     out = options.out
-    if not (run / RUN_SETTINGS).is_file():
-        raise UserError(f"got {str(run)!r}, which holds no run (no {RUN_SETTINGS})")
+    try:
+        results = load_run(run).results
+    except OSError as error:
+        raise UserError(f"{run} cannot be read ({reason_of(error)}); restore it") from None
+    if not results["evaluations"]:
+        raise UserError(f"{run} has no evaluation yet; give a run with one")
     config = load_recipe(run / RUN_SETTINGS)
-    results = _results(run)
-    domains = load_domains(config)
-    kinds = {name: d.environment for name, d in domains.items()}
+    kinds = {name: domain.environment for name, domain in load_domains(config).items()}
     worlds = {n: k.world for n, k in kinds.items() if issubclass(k, Tau2Environment)}
     if not worlds:
-        what = f"domains {', '.join(domains)}"
-        raise UserError(f"{run} has no domain of τ²-bench, but {what}; give a run with tau2")
+        raise UserError(
+            f"{run} has no domain of τ²-bench, but domains {', '.join(kinds)}; give a run with tau2"
+        )
     evaluation = options.evaluation or str(results["evaluations"][-1]["after"])
     lines = _episodes(run, AGENT if evaluation == AGENT else PLAYED + evaluation)
     player = _agent(config, run, results, evaluation)
@@ -55,8 +62,10 @@ def main(argv: list[str]) -> int:
         played = [line for line in lines if line["domain"] == name]
         about = results["about"][name]
         if world.checkout.data_hash != about["data_sha256"]:
-            why = f"{world.checkout.path} is not the checkout that the run has played on"
-            raise UserError(f"tau2: {why} ({name}); check out {about['commit']}")
+            raise UserError(
+                f"tau2: {world.checkout.path} is not the checkout that the run has played on "
+                f"({name}); check out {about['commit']}"
+            )
         at = datetime.fromtimestamp((run / "results.json").stat().st_mtime, UTC).isoformat()
         kind = "llm_agent_solo" if world.is_solo else "llm_agent"
         agent = {**player, "implementation": kind}
@@ -64,22 +73,13 @@ def main(argv: list[str]) -> int:
         found = results_of(world, played, info, about, at)
         write_text(out / f"{name}.json", json.dumps(found, ensure_ascii=False, indent=1))
         rate = sum(line["reward"] >= 1 for line in played) / len(played)
-        tasks = len(found["tasks"])
-        print(f"{out}/{name}.json: {len(played)} episodes of {tasks} tasks, pass^1 {rate:.2f}")
+        print(
+            f"{out}/{name}.json: {len(played)} episodes of {len(found['tasks'])} tasks, pass^1 "
+            f"{rate:.2f}"
+        )
     print(f"in the benchmark's Python: tau2 view --file {out}/{next(iter(worlds))}.json")
     print(f"tau2 submit prepare {out}/*.json --output FOLDER --no-verify, with the type custom")
     return 0
-
-
-def _results(run: Path) -> dict[str, Any]:
-    try:
-        found: dict[str, Any] = json.loads((run / "results.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        why = f"results.json cannot be read ({reason_of(error)})"
-        raise UserError(f"{run}: {why}; give a run with an evaluation") from None
-    if not found["evaluations"]:
-        raise UserError(f"{run} has no evaluation yet; give a run with one")
-    return found
 
 
 def _episodes(run: Path, folder: str) -> list[dict[str, Any]]:
@@ -95,9 +95,10 @@ def _episodes(run: Path, folder: str) -> list[dict[str, Any]]:
     if not lines:
         names = [path.name for path in (run / "trajectories").glob("*")]
         known = [n.removeprefix(PLAYED) for n in names if n == AGENT or n.startswith(PLAYED)]
-        got = shown(folder.removeprefix(PLAYED))
-        known_names = ", ".join(sorted(known)) or "none"
-        raise UserError(f"--evaluation: got {got}; evaluations of {run}: {known_names}")
+        raise UserError(
+            f"--evaluation: got {shown(folder.removeprefix(PLAYED))}; evaluations of {run}: "
+            f"{', '.join(sorted(known)) or 'none'}"
+        )
     return [lines[key] for key in sorted(lines)]
 
 

@@ -33,15 +33,21 @@ from pipeline.sft import encode
 
 def export_checkpoint(argv: list[str]) -> int:
     """Run `export RUN OUT`; raises UserError for a mistake of the user."""
-    about = "Writes a checkpoint of a run as a plain Hugging Face folder with a model card."
-    parser = Parser(prog=command("export"), description=about, allow_abbrev=False)
-    parser.add_argument("run", type=Path, metavar="RUN", help="folder of a run")
-    _add_out(parser)
+    parser = _parser(
+        "export",
+        "Writes a checkpoint of a run as a plain Hugging Face folder with a model card.",
+        run="folder of a run",
+    )
     parser.add_argument("--merge", action="store_true", help="merge LoRA adapters into the model")
-    about = "name of a checkpoint, latest, or best (of --keep-best) [latest]"
-    parser.add_argument("--checkpoint", default="latest", metavar="NAME", help=about)
-    about = "also upload OUT; needs a token (HF_TOKEN)"
-    parser.add_argument("--push-to-hub", metavar="REPO_ID", help=about)
+    parser.add_argument(
+        "--checkpoint",
+        default="latest",
+        metavar="NAME",
+        help="name of a checkpoint, latest, or best (of --keep-best) [latest]",
+    )
+    parser.add_argument(
+        "--push-to-hub", metavar="REPO_ID", help="also upload OUT; needs a token (HF_TOKEN)"
+    )
     parser.add_argument("--private", action="store_true", help="make a new repository private")
     options = parser.parse_args(argv)
     checkpoint = open_checkpoint(options.run, options.checkpoint)
@@ -49,17 +55,21 @@ def export_checkpoint(argv: list[str]) -> int:
     if repo_id is not None:
         check_upload(repo_id)
         if not options.merge and not is_portable(checkpoint):
-            why = f"the adapters' base model is only here, in {base_of(checkpoint)}"
-            raise UserError(f"--push-to-hub: {why}; add --merge")
+            raise UserError(
+                f"--push-to-hub: the adapters' base model is only here, in {base_of(checkpoint)}; "
+                "add --merge"
+            )
     export(checkpoint, options.out, options.merge, repo_id)
     files = [path for path in options.out.rglob("*") if path.is_file()]
     size = sum(path.stat().st_size for path in files) / 1e6
     print(f"{options.out}: {checkpoint}, {len(files)} files, {size:.1f} MB")
     if not checkpoint.is_adapter and options.merge:
         print("note: the checkpoint has no LoRA adapters, so --merge changes nothing")
-    elif checkpoint.is_adapter and not options.merge and not is_portable(checkpoint):
-        base = base_of(checkpoint)
-        print(f"note: the adapters need their base model, {base}; --merge writes a whole model")
+    elif not options.merge and not is_portable(checkpoint):
+        print(
+            f"note: the adapters need their base model, {base_of(checkpoint)}; --merge writes a "
+            "whole model"
+        )
     print("README.md there is the model card", flush=True)
     if repo_id is not None:
         address = upload_exported(checkpoint, options.out, repo_id, options.private)
@@ -69,11 +79,12 @@ def export_checkpoint(argv: list[str]) -> int:
 
 def convert(argv: list[str]) -> int:
     """Run `convert FILE OUT`; raises UserError for a mistake of the user."""
-    about = "Makes a Hugging Face folder, for the setting `model`, of a GGUF file."
-    more = "The weights become float32: what quantization rounded stays rounded. Needs `gguf`."
-    parser = Parser(prog=command("convert"), description=about, epilog=more, allow_abbrev=False)
-    parser.add_argument("file", type=Path, metavar="FILE", help="a GGUF file")
-    _add_out(parser)
+    parser = _parser(
+        "convert",
+        "Makes a Hugging Face folder, for the setting `model`, of a GGUF file.",
+        "The weights become float32: what quantization rounded stays rounded. Needs `gguf`.",
+        file="a GGUF file",
+    )
     options = parser.parse_args(argv)
     file = options.file
     if not file.is_file():
@@ -101,16 +112,20 @@ def convert(argv: list[str]) -> int:
 
 def make_tiny(argv: list[str]) -> int:
     """Run `make-tiny DEMONSTRATIONS OUT`; raises UserError for a mistake of the user."""
-    about = "Makes a tiny model and its tokenizer, with tokens for the words of demonstrations."
-    more = "OUT is a folder for the setting `model`. The weights are random."
-    parser = Parser(prog=command("make-tiny"), description=about, epilog=more, allow_abbrev=False)
-    about = "JSON Lines of conversations, as the setting `demonstrations` takes them"
-    parser.add_argument("demonstrations", type=Path, metavar="DEMONSTRATIONS", help=about)
-    _add_out(parser)
-    about = "a token for each frequent piece up to ', ', ' | ' or a line break, digits included"
-    parser.add_argument("--fields", action="store_true", help=about)
-    about = "seed of the random weights [1]"
-    parser.add_argument("--seed", type=seed_of, default=1, metavar="N", help=about)
+    parser = _parser(
+        "make-tiny",
+        "Makes a tiny model and its tokenizer, with tokens for the words of demonstrations.",
+        "OUT is a folder for the setting `model`. The weights are random.",
+        demonstrations="JSON Lines of conversations, as the setting `demonstrations` takes them",
+    )
+    parser.add_argument(
+        "--fields",
+        action="store_true",
+        help="a token for each frequent piece up to ', ', ' | ' or a line break, digits included",
+    )
+    parser.add_argument(
+        "--seed", type=seed_of, default=1, metavar="N", help="seed of the random weights [1]"
+    )
     options = parser.parse_args(argv)
     demonstrations = read_demonstrations(options.demonstrations)
     tools = _tools(demonstrations)
@@ -133,9 +148,8 @@ def make_tiny(argv: list[str]) -> int:
         model.save_pretrained(writing)
         tokenizer.save_pretrained(writing)
     print(f"{options.out}: {model.num_parameters() / 1e6:.2f} M random parameters")
-    num_texts = len(words) - len(names)
     told = ", ".join(tool["function"]["name"] for tool in tools) or "none"
-    print(printable(f"tools: {told}; {num_texts} frequent texts are tokens"))
+    print(printable(f"tools: {told}; {len(words) - len(names)} frequent texts are tokens"))
     size = f"{sorted(lengths)[len(lengths) // 2]} tokens in the median, {max(lengths)} at most"
     print(f"{len(demonstrations)} demonstrations have {size} (max_tokens counts them)")
     model_name = "./tiny" if str(options.out) == "tiny" else options.out  # tiny is another model
@@ -153,5 +167,11 @@ def _tools(demonstrations: list[Demonstration]) -> list[dict[str, Any]]:
     return [{"function": {"name": name}} for name in names]
 
 
-def _add_out(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("out", type=Path, metavar="OUT", help="new or empty folder")
+def _parser(
+    name: str, about: str, more: str | None = None, **source: str
+) -> argparse.ArgumentParser:
+    """Return the parser of a command that makes the folder OUT from a path, `source`."""
+    parser = Parser(prog=command(name), description=about, epilog=more, allow_abbrev=False)
+    for argument, said in {**source, "out": "new or empty folder"}.items():
+        parser.add_argument(argument, type=Path, metavar=argument.upper(), help=said)
+    return parser

@@ -127,8 +127,10 @@ def overview() -> str:
 def usage(name: str) -> str:
     """Return the help of a command that takes the flags of `train`."""
     chosen = COMMANDS[name]
-    flags = f"FLAGS are those of a run; {command('train')} --help lists them."
-    return f"usage: {command(name)} {chosen.arguments}\n\n{chosen.about}\n{flags}"
+    return (
+        f"usage: {command(name)} {chosen.arguments}\n\n{chosen.about}\n"
+        f"FLAGS are those of a run; {command('train')} --help lists them."
+    )
 
 
 def evaluate(argv: list[str]) -> int:
@@ -137,8 +139,10 @@ def evaluate(argv: list[str]) -> int:
         print(usage("evaluate"))
         return 0
     if not argv or argv[0].startswith("-"):
-        what = "give a run folder, a checkpoint, a model folder or a hub id first"
-        raise UserError(f"evaluate: got no MODEL; {what}: {command('evaluate')} runs/NAME")
+        raise UserError(
+            "evaluate: got no MODEL; give a run folder, a checkpoint, a model folder or a hub id "
+            f"first: {command('evaluate')} runs/NAME"
+        )
     model, *flags = argv
     return run.main([*settings_of(model), "--model", model, *flags])
 

@@ -49,20 +49,23 @@ def main(argv: list[str]) -> int:
     common = ["--config", options.recipe, *given]
     configurations = expand(grid)
     recipe = parse(common)
-    shares_warm_start = True
-    for settings in configurations:  # refuses wrong settings before the first run
-        config = parse([*common, *flags_of(settings)])
-        for section in ("model", "data", "warm_start"):
-            shares_warm_start &= getattr(config, section) == getattr(recipe, section)
+    # This refuses wrong settings before the first run.
+    configs = [parse([*common, *flags_of(settings)]) for settings in configurations]
+    has_warm_start = recipe.warm_start.steps > 0 and all(
+        getattr(config, section) == getattr(recipe, section)
+        for config in configs
+        for section in ("model", "data", "warm_start")
+    )
     folder = options.output_dir or Path("runs") / f"sweep-{Path(options.recipe).stem}"
-    failed = run(folder, options.num_gpus, configurations, options.seeds, common, shares_warm_start)
+    failed = run(folder, options.num_gpus, configurations, options.seeds, common, has_warm_start)
     code = write.main([str(folder.resolve())])
     return 1 if failed else code
 
 
 def parser() -> argparse.ArgumentParser:
-    form = argparse.RawTextHelpFormatter
-    made = Parser(command("sweep"), description=__doc__, formatter_class=form)
+    made = Parser(
+        command("sweep"), description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
     made.add_argument("--recipe", default="forgetting", help="a recipe file, or a shipped one")
     made.add_argument("--grid", nargs="+", default=[], metavar="SETTING=A,B")
     made.add_argument("--seeds", type=int, nargs="+", default=[1])
@@ -129,10 +132,12 @@ def run(
     configurations: Sequence[Mapping[str, str]],
     seeds: Sequence[int],
     common: Sequence[str],
-    shares_warm_start: bool = True,
+    has_warm_start: bool,
 ) -> list[str]:
-    """Run all configurations with all seeds, one after another; return the names of failed runs."""
-    has_warm_start = shares_warm_start and parse(list(common)).warm_start.steps > 0
+    """Run all configurations with all seeds, one after another; return the names of failed runs.
+
+    If `has_warm_start`, the runs of a seed begin with the same one.
+    """
     failed: list[str] = []
     for seed in seeds:
         of_seed = [*common, "--seed", str(seed)]

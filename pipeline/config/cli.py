@@ -43,8 +43,7 @@ def parse(argv: list[str]) -> Config:
     namespace, unknown = parser.parse_known_args([_with_hyphens(word, parser) for word in argv])
     given = vars(namespace)
     source = given.pop("config")
-    wants_help = given.pop("help")
-    if wants_help:
+    if given.pop("help"):
         build_parser(recipe.load_recipe(source or _default(given))).print_help()
         sys.exit(0)
     if unknown:
@@ -87,8 +86,12 @@ def build_parser(shown: Config) -> argparse.ArgumentParser:
     )
     most_used = parser.add_argument_group("most used")
     most_used.add_argument("-h", "--help", action="store_true", help="show this list and exit")
-    about = f"a recipe file, or the name of a shipped recipe [{shown.recipe}]"
-    most_used.add_argument("--config", "--recipe", metavar="RECIPE", help=about)
+    most_used.add_argument(
+        "--config",
+        "--recipe",
+        metavar="RECIPE",
+        help=f"a recipe file, or the name of a shipped recipe [{shown.recipe}]",
+    )
     groups = {s: parser.add_argument_group(getattr(shown, s).__doc__) for s in SECTIONS}
     first = [(s, n) for n in MOST_USED for s, name in SETTINGS if n == name and s not in PREFIXED]
     for section, name in dict.fromkeys((*first, *SETTINGS)):
@@ -179,8 +182,10 @@ def _with_hyphens(word: str, parser: argparse.ArgumentParser) -> str:
 def _unknown_argument(argument: str, parser: argparse.ArgumentParser) -> str:
     name = argument.split("=")[0]
     if not name.startswith("-"):
-        hint = "lists are separated by commas, and a recipe is given as --config RECIPE"
-        return f"unexpected argument {shown(argument)}; {hint}"
+        return (
+            f"unexpected argument {shown(argument)}; lists are separated by commas, and a recipe "
+            "is given as --config RECIPE"
+        )
     known = [option[2:] for option in parser._option_string_actions if option.startswith("--")]
     near = nearest(name.lstrip("-").replace("_", "-"), known)
     hint = f"did you mean --{near}?" if near else "--help lists all"

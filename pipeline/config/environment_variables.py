@@ -47,8 +47,10 @@ def refuse() -> None:
     for name, harmless in REFUSED.items():
         value = os.environ.get(name)
         if value is not None and value.lower() not in harmless:
-            got = f"got {value!r} in the environment, which would change what is computed"
-            raise UserError(f"{name}: {got}; unset it")
+            raise UserError(
+                f"{name}: got {value!r} in the environment, which would change what is computed; "
+                "unset it"
+            )
 
 
 @contextmanager
@@ -72,8 +74,10 @@ def named() -> Iterator[None]:
             if is_text and (_holds(lines, name) or _holds(str(error), value)):
                 if re.search("KEY|TOKEN|SECRET|PASSWORD", name):
                     keep_secret(value)
-                why = f"which cannot be read ({reason_of(error)}); mend it, or unset it"
-                raise UserError(f"{name}: got {shown(value)} in the environment, {why}") from None
+                raise UserError(
+                    f"{name}: got {shown(value)} in the environment, which cannot be read "
+                    f"({reason_of(error)}); mend it, or unset it"
+                ) from None
         raise
 
 

@@ -33,13 +33,15 @@ def with_installed(config: Config) -> Config:
             continue
         packages = " and ".join(sorted(claims))
         if name in embedded:
-            remedy = f"uninstall {packages}, or rename its entry point"
             raise UserError(
-                f"domains: got {name}, embedded here and claimed by {packages}; {remedy}"
+                f"domains: got {name}, embedded here and claimed by {packages}; uninstall "
+                f"{packages}, or rename its entry point"
             )
         if len(claims) > 1:
-            remedy = f"uninstall one, or give environments {{{name}: module:Class}}"
-            raise UserError(f"domains: got {name}, claimed by {packages}; {remedy}")
+            raise UserError(
+                f"domains: got {name}, claimed by {packages}; uninstall one, or give environments "
+                f"{{{name}: module:Class}}"
+            )
         (value,) = claims.values()
         # Without `[extras]` and spaces, which the value of an entry point may have.
         environments[name] = "".join(value.partition("[")[0].split())

@@ -61,9 +61,10 @@ def find_recipe(source: str | Path) -> Path:
     if path.parent in (Path(), Path("recipes")) and name in known:
         return known[name]
     near = nearest(name, known)
-    hint = f"give the path of a recipe or one of {', '.join(known)}"
-    hint += f"; did you mean {near}?" if near else ""
-    raise UserError(f"--config: got {shown(str(source))}, which is no file; {hint}")
+    raise UserError(
+        f"--config: got {shown(str(source))}, which is no file; give the path of a recipe or one "
+        f"of {', '.join(known)}{f'; did you mean {near}?' * bool(near)}"
+    )
 
 
 def read_recipe(path: Path) -> dict[str, Any]:
@@ -80,8 +81,10 @@ def read_recipe(path: Path) -> dict[str, Any]:
     sections: dict[str, Any] = {section: {} for section in SECTIONS}
     for section, values in tree.items():
         if section in SECTIONS and not isinstance(values, dict | None):
-            hint = "is a section; write its settings below it, indented"
-            raise UserError(f"{path}: {section}: got {shown(values)}, but {hint}")
+            raise UserError(
+                f"{path}: {section}: got {shown(values)}, but is a section; write its settings "
+                "below it, indented"
+            )
         sections[str(section)] = {} if values is None else values
     return {"recipe": path.stem, **sections}
 
@@ -113,8 +116,10 @@ def resolve(path: Path, tree: Mapping[str, Any], flags: Mapping[tuple[str, ...],
         if not is_plain(value):
             raise UserError(f"{where}: got {shown(value)}; give finite numbers and Unicode text")
         if masked_tree(value) != value:
-            remedy = "give it in the environment, as HF_TOKEN or WANDB_API_KEY"
-            raise UserError(f"{where}: holds a password or a token; {remedy}")
+            raise UserError(
+                f"{where}: holds a password or a token; give it in the environment, as HF_TOKEN or "
+                "WANDB_API_KEY"
+            )
     config = with_installed(config)
     rules.check(config)
     return config
@@ -195,8 +200,9 @@ class Loader(yaml.SafeLoader):
         for key, _ in node.value:
             if isinstance(key, yaml.ScalarNode):
                 if key.value in keys:
-                    problem = f"{key.value} is given twice"
-                    raise yaml.MarkedYAMLError(problem=problem, problem_mark=key.start_mark)
+                    raise yaml.MarkedYAMLError(
+                        problem=f"{key.value} is given twice", problem_mark=key.start_mark
+                    )
                 keys.add(key.value)
         return super().construct_mapping(node, deep)
 

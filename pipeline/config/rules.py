@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from pipeline.config.installed import installed_domains
 from pipeline.config.settings import EMBEDDED_DOMAINS, Config, EndpointSettings
@@ -18,7 +18,7 @@ BASE_URL = re.compile(rf"https?://{_HOST}(:(?P<port>[0-9]{{1,5}}))?(/[^\s?#]*)?"
 # No domain may have a name that evaluations or metrics use.
 RESERVED_NAMES = (*JOINT_STAGES, "start", "warm_start", "rft", "mean", "agent")
 
-Rows = list[tuple[bool, str]]  # whether a rule is broken, and its message
+Rows = Iterable[tuple[bool, str]]  # whether a rule is broken, and its message
 
 
 def reward_names(functions: Sequence[str]) -> list[str]:
@@ -54,7 +54,7 @@ def left_out(config: Config) -> list[str]:
     run = config.run
     is_trained = config.grpo.use_grpo
     untrained = "nothing is trained, so"
-    rows: Rows = [
+    rows = [
         (
             run.push_to_hub and not is_trained,
             f"push_to_hub: {untrained} nothing is uploaded",
@@ -117,10 +117,9 @@ def left_out(config: Config) -> list[str]:
 
 def _environments(config: Config) -> Rows:
     taken = {*EMBEDDED_DOMAINS, *RESERVED_NAMES}
-    rows: Rows = []
     for name, setting in config.data.own_domains.items():
         lower = name.lower()  # some file systems ignore the case
-        rows += [
+        yield from (
             (
                 not DOMAIN_NAME.fullmatch(name),
                 f"environments: got the name {name[:100]!r}; use letters, digits, _ and - only, at "
@@ -135,25 +134,23 @@ def _environments(config: Config) -> Rows:
                 f"environments: got {name}: {setting.factory!r}; write module:Class, such as "
                 "my_pkg.bank:BankEnvironment",
             ),
-        ]
+        )
         taken.add(lower)
-    return rows
 
 
 def _endpoints(config: Config) -> Rows:
-    rows: Rows = []
     for role, endpoint in _endpoints_of(config).items():
         url = endpoint.url
         unused = [n for n, value in endpoint if value != type(endpoint).model_fields[n].default]
-        rows += [
+        yield from (
             (
                 url is None,
                 f"{role}_{name}: got {getattr(endpoint, name)}, without {role}_url, so no endpoint "
                 f"is called; give {role}_url, or take it out",
             )
             for name in unused
-        ]
-        rows += [
+        )
+        yield from (
             (
                 url is not None and endpoint.model is None,
                 f"{role}_model: the {role} needs it; give the name of the model at {role}_url",
@@ -167,8 +164,7 @@ def _endpoints(config: Config) -> Rows:
                 "key" in unused and endpoint.key not in os.environ,
                 f"{role}_key: got {endpoint.key}, which is not set; set the variable",
             ),
-        ]
-    return rows
+        )
 
 
 def _is_base_url(url: str) -> bool:
@@ -205,7 +201,7 @@ def _names(config: Config) -> Rows:
     stages = list(dict.fromkeys([*known, *JOINT_STAGES, *config.stage_names]))
     scales = config.grpo.domain_advantage_scale
     of_run = "domains of the run, as `domains` lists them"
-    rows: Rows = [(True, _unknown_domain(name, known)) for name in used if name not in known]
+    yield from ((True, _unknown_domain(name, known)) for name in used if name not in known)
     for setting, given, choices, kind in (
         ("tasks", data.tasks, used, of_run),
         ("eval_tasks", data.eval_tasks, used, of_run),
@@ -219,11 +215,10 @@ def _names(config: Config) -> Rows:
         ("stage_tasks", curriculum.stage_tasks, config.stage_names, "stages"),
     ):
         hint = f"name {kind} ({', '.join(choices)})"
-        rows += [(name not in choices, f"{setting}: got {name!r}; {hint}") for name in [*given]]
+        yield from ((name not in choices, f"{setting}: got {name!r}; {hint}") for name in given)
     for setting, names in (("domains", used), ("difficulties", curriculum.difficulties)):
         is_double = len(set(names)) < len(names)
-        rows.append((is_double, f"{setting}: got {','.join(names)}; name each once"))
-    return rows
+        yield is_double, f"{setting}: got {','.join(names)}; name each once"
 
 
 def _unknown_domain(name: str, known: Sequence[str]) -> str:

@@ -69,13 +69,19 @@ def judge_devices(values: list[Values]) -> Finding:
     for (host, gpu), ranks in _ranks_by_value([(v["host"], v["gpu"]) for v in values]).items():
         if gpu and len(ranks) > 1:
             text = f"{named(ranks)} of {host} share one GPU ({values[ranks[0]]['device']}, {gpu})"
-            remedy = "a GPU for each rank: look at CUDA_VISIBLE_DEVICES and at --num-gpus"
-            return Finding("broken", text, remedy)
+            return Finding(
+                "broken",
+                text,
+                "a GPU for each rank: look at CUDA_VISIBLE_DEVICES and at --num-gpus",
+            )
     devices = _ranks_by_value([(v["host"], v["device"]) for v in values]).items()
     text = "; ".join(f"{host}: {named(ranks)} on {device}" for (host, device), ranks in devices)
     if len({value["gpu"] != "" for value in values}) > 1:
-        remedy = "nvidia-smi on the host without one; its driver or its PyTorch may lack CUDA"
-        return Finding("broken", f"some ranks have no GPU: {text}", remedy)
+        return Finding(
+            "broken",
+            f"some ranks have no GPU: {text}",
+            "nvidia-smi on the host without one; its driver or its PyTorch may lack CUDA",
+        )
     return Finding("ok", text)
 
 
@@ -153,39 +159,39 @@ def main(
     rank = int(os.environ.get("RANK", "0"))
     begun = time.perf_counter()
     reports = rank == 0
-    names = ["connection", *(check.name for check in checks)]
-    findings: list[Finding] = []
+    left = {"connection": "", **{check.name: check.remedy for check in checks}}  # remedies
+    broken = list[str]()
     if reports:
         print(f"doctor: recipe {config.recipe}; each check may take {timeout_s:g} s")
         print(f"{'check':<12}{'status':<8}finding", flush=True)
     try:
-        for finding in _findings(config, connect, checks):
-            findings.append(finding)
+        for name, finding in zip([*left], _findings(config, connect, checks), strict=True):
+            del left[name]
+            if finding.status == "broken":
+                broken.append(name)
             if reports:
-                _print_row(names[len(findings) - 1], finding)
+                _print_row(name, finding)
     except Interrupted:
         return 1
     except (ToldElsewhere, UserError):
         raise
     except Exception as error:
         reports = True
-        name = names[len(findings)]
-        remedies = ["", *(c.remedy for c in checks)]
-        if not findings and rank > 0:
+        name = next(iter(left), "end")
+        if name == "connection" and rank > 0:
             time.sleep(SILENT_S)  # if rank 0 has ended, the launcher ends this rank
         text = f"rank {rank} on {platform.node()}: {type(error).__name__}: {reason_of(error)}"
-        remedy = remedies[len(findings)] or links_remedy()
+        remedy = left.pop(name, "") or links_remedy()
         if isinstance(error, RunError):  # of `meeting`, whose line has the rank and a remedy
             text, _, remedy = str(error).removeprefix("connection: ").partition("; ")
         if isinstance(error, torch.OutOfMemoryError):
             remedy = "ending what else uses this GPU (nvidia-smi)"
-        findings.append(Finding("broken", text, remedy))
-        _print_row(name, findings[-1])
-    broken = [name for name, f in zip(names, findings, strict=False) if f.status == "broken"]
+        broken.append(name)
+        _print_row(name, Finding("broken", text, remedy))
     if reports:
         verdict = f"broken: {', '.join(broken)}" if broken else "nothing is broken"
-        left = f"; not checked: {', '.join(names[len(findings) :])}" * (len(findings) < len(names))
-        print(f"doctor: {verdict}{left} (after {time.perf_counter() - begun:.0f} s)", flush=True)
+        verdict += f"; not checked: {', '.join(left)}" * bool(left)
+        print(f"doctor: {verdict} (after {time.perf_counter() - begun:.0f} s)", flush=True)
     return int(bool(broken))
 
 

@@ -146,8 +146,8 @@ def command_of(config: Config) -> str:
         elif isinstance(value, list):
             words += [option, ",".join(map(str, value)) or "none"]
         else:
-            is_text = isinstance(value, str)
-            words += [option, value if is_text else json.dumps(value, ensure_ascii=False)]
+            text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+            words += [option, text]
     return shlex.join(words)
 
 

@@ -36,8 +36,29 @@ def export(
     folder of adapters, or with `merge` a whole model. `out` appears only when it is complete. The
     card names the place on the hub, `repo_id`. Raises UserError if `out` cannot be written to.
     """
-    with written_whole(out) as writing:
-        _write(checkpoint, writing, merge, repo_id)
+    with written_whole(out) as folder:
+        manifest = read_manifest(checkpoint.path)
+        assert manifest is not None, "an undamaged checkpoint has a manifest"
+        names = [name for name in manifest["files"] if not name.startswith(OF_THE_RUN)]
+        base = base_of(checkpoint) if checkpoint.is_adapter and not merge else None
+        if checkpoint.is_adapter and merge:
+            from pipeline.models.loading import load_folder
+
+            load_folder(checkpoint.path, checkpoint.config.model).save_pretrained(folder)
+            names = [name for name in names if not name.startswith("adapter_")]
+        for name in names:
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(checkpoint.path / name, folder / name)
+        # The checkpoint's entry may be the place from which the run was moved.
+        if base is not None:
+            path = folder / ADAPTER_CONFIG
+            content = {**json.loads(path.read_text()), "base_model_name_or_path": base}
+            path.write_text(json.dumps(content, indent=2, sort_keys=True))
+        run = load_run(checkpoint.run)
+        example = example_of(run)
+        model_card(checkpoint, run, example, base, repo_id).save(folder / "README.md")
+        text = json.dumps(example, ensure_ascii=False, indent=1)
+        (folder / "example.json").write_text(text, encoding="utf-8")
 
 
 @contextmanager
@@ -76,31 +97,6 @@ def base_of(checkpoint: RunCheckpoint) -> str:
     from pipeline.models import lora  # imports torch
 
     return lora.base_of(checkpoint.path)
-
-
-def _write(checkpoint: RunCheckpoint, folder: Path, merge: bool, repo_id: str | None) -> None:
-    manifest = read_manifest(checkpoint.path)
-    assert manifest is not None, "an undamaged checkpoint has a manifest"
-    is_adapter = checkpoint.is_adapter and not merge
-    names = [name for name in manifest["files"] if not name.startswith(OF_THE_RUN)]
-    if checkpoint.is_adapter and merge:
-        from pipeline.models.loading import load_folder
-
-        load_folder(checkpoint.path, checkpoint.config.model).save_pretrained(folder)
-        names = [name for name in names if not name.startswith("adapter_")]
-    for name in names:
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(checkpoint.path / name, folder / name)
-    if is_adapter:  # the checkpoint's entry may be the place from which the run was moved
-        path = folder / ADAPTER_CONFIG
-        content = {**json.loads(path.read_text()), "base_model_name_or_path": base_of(checkpoint)}
-        path.write_text(json.dumps(content, indent=2, sort_keys=True))
-    base = base_of(checkpoint) if is_adapter else None
-    run = load_run(checkpoint.run)
-    example = example_of(run)
-    model_card(checkpoint, run, example, base, repo_id).save(folder / "README.md")
-    text = json.dumps(example, ensure_ascii=False, indent=1)
-    (folder / "example.json").write_text(text, encoding="utf-8")
 
 
 # The hub

@@ -58,8 +58,9 @@ def main(config: Config, *, measures: bool = False) -> int:
     except UserError as error:
         if config.model.model not in SHAPES:
             raise
-        missing = f"tokenizer and template ({error})"
-        lines.append(f"  not checked: {missing}; the embedded tokenizer counts below")
+        lines.append(
+            f"  not checked: tokenizer and template ({error}); the embedded tokenizer counts below"
+        )
         parts = prepare(config, with_tiny_tokenizer=True)
     why, notes = check_model(config, parts)
     slow = f"through generate, every message from the start again (slower): {why}"
@@ -104,28 +105,28 @@ def check_model(config: Config, parts: Prepared) -> tuple[str | None, list[str]]
     refuse_other_vocabulary(parts.tokenizer, model)
     if os.path.isdir(name):
         load_folder(name, config.model, device="meta")
-    note = check_positions(model, config.rollout.max_tokens)
-    return why_generate(model, config.rollout.max_tokens), [note] if note else []
+    notes = check_positions(model, config.rollout.max_tokens)
+    return why_generate(model, config.rollout.max_tokens), notes
 
 
-def check_positions(model: Any, max_tokens: int) -> str:
-    """Return a note if episodes may be longer than the texts that a model was made for, else "".
+def check_positions(model: Any, max_tokens: int) -> list[str]:
+    """Return a note if episodes may be longer than the texts that a model was made for.
 
     Raises UserError if the model has no rotary positions, and so none for longer texts.
     """
     shape = model.config.get_text_config(decoder=True)
     trained = getattr(shape, "max_position_embeddings", None)
     if not isinstance(trained, int) or max_tokens <= trained:
-        return ""
+        return []
     if not any(name.endswith("inv_freq") for name, _ in model.named_buffers()):
         raise UserError(
             f"max_tokens: got {max_tokens}, but the model has positions for {trained} tokens; "
             "lower max_tokens, or use another model"
         )
-    return (
+    return [
         f"max_tokens is {max_tokens}, and the model was made for {trained} tokens "
         "(max_position_embeddings): longer texts may be poor"
-    )
+    ]
 
 
 def refuse_full_disk(memory: Memory) -> None:
@@ -168,10 +169,12 @@ def _plan(config: Config, parts: Prepared) -> Iterator[str]:
         joined = " or " if stage.schedule else " + "
         groups = joined.join(f"{count} {domain}" for domain, count in stage.groups.items())
         yield f"  {stage.name}: {stage.num_steps} steps of {groups} groups"
-    in_turn = f"{limits.max_tokens_per_turn} a turn"
     if config.run.push_to_hub and config.grpo.use_grpo:
         yield f"after training: upload to {config.run.hub_model_id} on the Hugging Face hub"
-    yield f"prompts (limits: {limits.max_tokens} tokens an episode, {in_turn})"
+    yield (
+        f"prompts (limits: {limits.max_tokens} tokens an episode, {limits.max_tokens_per_turn} a "
+        "turn)"
+    )
     for domain, longest in parts.longest_prompts().items():
         yield f"  {domain}: longest prompt {longest} tokens"
     for domain, tasks in parts.train.items():

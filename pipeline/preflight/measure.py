@@ -11,6 +11,7 @@ from accelerate import Accelerator
 from huggingface_hub import try_to_load_from_cache
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
+from pipeline.checkpoints.resume import load_start
 from pipeline.config.settings import Config
 from pipeline.distributed.ranks import Ranks
 from pipeline.errors import UserError
@@ -18,7 +19,7 @@ from pipeline.files.untrusted import reason_of
 from pipeline.grpo.learner import Learner
 from pipeline.grpo.updater import Reference, Updater
 from pipeline.models import lora
-from pipeline.models.loading import dtype_of, load_model, uses_bf16
+from pipeline.models.loading import dtype_of, uses_bf16
 from pipeline.preflight.memory import GIB, Memory
 from pipeline.preflight.prepare import Prepared
 from pipeline.rollout.sampler import make_sampler
@@ -86,28 +87,17 @@ def why_not(memory: Memory) -> str:
 
 
 def alone(config: Config, parts: Prepared) -> tuple[Learner, Ranks]:
-    """Return the learner of a run of one rank, and that rank."""
+    """Return the learner of a run of one rank before its training, and that rank.
+
+    A run with LoRA gets new adapters.
+    """
     accelerator = Accelerator(mixed_precision="bf16" if uses_bf16(config.model) else "no")
     ranks = Ranks(0, 1, config.run.timeout)
-    return learner_of(config, parts, accelerator, ranks), ranks
-
-
-def updater_of(learner: Learner, ranks: Ranks, config: Config) -> Updater:
-    module = learner.module_to_train()
-    reference = Reference(module) if config.grpo.beta > 0 else None
-    return Updater(learner.accelerator, module, ranks, config, 0, reference)
-
-
-def learner_of(config: Config, parts: Prepared, accelerator: Accelerator, ranks: Ranks) -> Learner:
-    """Return the learner of a run before its training, with new adapters if it has any."""
-    dtype = dtype_of(config.model)
-    held = dtype if config.model.use_peft else torch.float32
-    at = str(accelerator.device) if accelerator.device.type == "cuda" else None
-    seed = config.run.seed
-    model = load_model(config.model, parts.tokenizer, seed, held, at)
-    if config.model.use_peft:
-        model = lora.attach(model, config.model, config.model.model, seed, dtype)
-    return Learner(
+    settings = config.model
+    _, model = load_start(config, parts.tokenizer, None, accelerator.device)
+    if settings.use_peft:
+        model = lora.attach(model, settings, settings.model, config.run.seed, dtype_of(settings))
+    learner = Learner(
         model,
         parts.chat,
         parts.environments,
@@ -116,6 +106,13 @@ def learner_of(config: Config, parts: Prepared, accelerator: Accelerator, ranks:
         ranks,
         make_sampler=make_sampler,
     )
+    return learner, ranks
+
+
+def updater_of(learner: Learner, ranks: Ranks, config: Config) -> Updater:
+    module = learner.module_to_train()
+    reference = Reference(module) if config.grpo.beta > 0 else None
+    return Updater(learner.accelerator, module, ranks, config, 0, reference)
 
 
 def play_longest(learner: Learner, prompt: list[int], longest: int, size: int) -> list[Trajectory]:

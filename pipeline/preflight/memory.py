@@ -4,6 +4,7 @@ The sum is an estimate: kernels, fragments and what the libraries allocate are a
 """
 
 import os
+from bisect import bisect_right
 from collections.abc import Mapping
 from copy import copy
 from functools import cached_property
@@ -146,8 +147,7 @@ class Memory:
         most = self.most("max_concurrent_episodes", wanted)
         if most in (0, wanted):
             return []
-        rollout = limits.model_copy(update={"max_concurrent_episodes": most})
-        self.config = self.config.model_copy(update={"rollout": rollout})
+        self.config = self.config.changed("rollout", max_concurrent_episodes=most)
         return [f"note: {most:,} of {wanted:,} episodes at once, as many as fit into memory"]
 
     def refuse_lack(self) -> None:
@@ -183,14 +183,11 @@ class Memory:
 
     def most(self, name: str, high: int) -> int:
         """Return the largest value up to `high` of a setting of rollouts that fits into `have`."""
-        low = 0
-        while low < high:
-            middle = (low + high + 1) // 2
-            rollout = self.config.rollout.model_copy(update={name: middle})
-            config = self.config.model_copy(update={"rollout": rollout})
-            fits = self.need(config) <= self.have
-            low, high = (middle, high) if fits else (low, middle - 1)
-        return low
+
+        def need(value: int) -> float:
+            return self.need(self.config.changed("rollout", **{name: value}))
+
+        return bisect_right(range(1, high + 1), self.have, key=need)
 
     def episodes(self, config: Config) -> int:
         """Return the most episodes that a rank plays at once: those of a step or an evaluation."""
@@ -206,9 +203,9 @@ class Memory:
             return 0
         limits = config.rollout
         longest = self.longest(config)
-        groups = -(-limits.tasks_per_step // self.num_ranks)
-        if config.grpo.dynamic_sampling:  # A rank may get the groups of others.
-            groups = limits.tasks_per_step
+        # With dynamic sampling, a rank may get the groups of others.
+        num_ranks = 1 if config.grpo.dynamic_sampling else self.num_ranks
+        groups = -(-limits.tasks_per_step // num_ranks)
         return max(longest, min(self.budget(config), groups * limits.num_generations * longest))
 
     def budget(self, config: Config) -> int:

@@ -85,8 +85,10 @@ def prepare(config: Config, with_tiny_tokenizer: bool = False) -> Prepared:
     limits = config.rollout
     domains = load_domains(config)
     resumed = resumable(config)
-    tiny = load_tokenizer(ModelSettings(), domains.values()) if with_tiny_tokenizer else None
-    tokenizer = _tokenizer(config, domains, resumed) if tiny is None else tiny
+    if with_tiny_tokenizer:
+        tokenizer = load_tokenizer(ModelSettings(), domains.values())
+    else:
+        tokenizer = _tokenizer(config, domains, resumed)
     chat = Chat(
         tokenizer,
         config.model.chat_template_kwargs,
@@ -125,8 +127,10 @@ def prepare(config: Config, with_tiny_tokenizer: bool = False) -> Prepared:
     for name, of in sets.items():
         tokens = max(map(chat.num_content_tokens, of.texts), default=0)
         if tokens > (most := limits.max_tool_result_tokens):
-            limit = f"tool results of more than max_tool_result_tokens ({most}) become errors"
-            notes.append(f"{name}: reset returns {tokens} tokens; {limit}")
+            notes.append(
+                f"{name}: reset returns {tokens} tokens; tool results of more than "
+                f"max_tool_result_tokens ({most}) become errors"
+            )
     warnings, beyond = (
         ([], []) if resumed else check_demonstrations(config, domains, chat, held_out)
     )
@@ -201,13 +205,13 @@ def _tokenizer(config: Config, domains: Mapping[str, Domain], resumed: Sequence[
         return load_tokenizer(settings)
     if whole := [path for path in resumed if not problem(path)]:
         return load_tokenizer(settings.model_copy(update={"model": str(whole[0])}))
-    silent = [d for d in domains.values() if not d.words() and has_demonstrations(config, d)]
-    if not has_warm_start or not silent:
-        return load_tokenizer(settings, domains.values())
     _, count = sources_of(config, domains)
-    words = {d.name: words_of_demonstrations(config, d, count) for d in silent}
-    found = {d.name: replace(d, words=partial(list, words[d.name])) for d in silent}
-    return load_tokenizer(settings, {**domains, **found}.values())
+    known = dict(domains)
+    for name, domain in domains.items():
+        if has_warm_start and not domain.words() and has_demonstrations(config, domain):
+            words = words_of_demonstrations(config, domain, count)
+            known[name] = replace(domain, words=partial(list, words))
+    return load_tokenizer(settings, known.values())
 
 
 def _graded(config: Config, domains: Mapping[str, Domain]) -> Graded:
@@ -220,9 +224,9 @@ def _graded(config: Config, domains: Mapping[str, Domain]) -> Graded:
                 f"difficulties: got {','.join(difficulties)}, but the tasks of {name} come from "
                 f"{shown(data.tasks[name])}, which has none; take one of the two out"
             )
-        count = data.num_train_tasks
-        tasks = generated(config, domains[name], count, "train", difficulty)
-        graded[name, str(difficulty)] = tasks
+        graded[name, str(difficulty)] = generated(
+            config, domains[name], data.num_train_tasks, "train", difficulty
+        )
     return graded
 
 
@@ -255,7 +259,6 @@ def made_of(
     code, the files of modules that settings name count, and of the modules beside them that they
     import: not this package, and not installed ones.
     """
-    data = config.data
     found = {}
     for name, of in sets.items():
         found[f"training tasks of {name}"] = _hash_of_tasks(of.train)
@@ -263,10 +266,10 @@ def made_of(
         found[HELD_OUT + name] = _hash_of_tasks(of.held_out)
     for (name, difficulty), tasks in graded.items():
         found[f"training tasks of {name} ({difficulty})"] = _hash_of_tasks(tasks)
-    for name, path in data.demonstrations.items():
+    for name, path in config.data.demonstrations.items():
         found[f"demonstrations of {name}"] = _hash_of_files(Path(path))
-    targets = [*(of.factory for of in config.factories.values()), *data.reward_funcs]
-    for target in targets:
+    factories = (of.factory for of in config.factories.values())
+    for target in (*factories, *config.data.reward_funcs):
         found |= _hashes_of_modules(target.partition(":")[0])
     return found
 
@@ -304,21 +307,22 @@ def _hashes_of_modules(named: str) -> dict[str, str]:
 
 def hash_of_tokenizer(tokenizer: Any) -> str:
     """Return the SHA-256 of a tokenizer's words, special tokens and fitted chat template."""
-    parts = [sorted(tokenizer.get_vocab().items()), tokenizer.special_tokens_map]
-    parts.append(tokenizer.chat_template)
-    return sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
+    words = sorted(tokenizer.get_vocab().items())
+    parts = [words, tokenizer.special_tokens_map, tokenizer.chat_template]
+    return _hash_of([json.dumps(parts, sort_keys=True, default=str)])
 
 
 def _hash_of_tasks(tasks: Iterable[Task]) -> str:
-    digest = sha256()
-    for task in tasks:
-        digest.update(json.dumps(astuple(task), sort_keys=True).encode())
-    return digest.hexdigest()
+    return _hash_of(json.dumps(astuple(task), sort_keys=True) for task in tasks)
 
 
 def _hash_of_files(top: Path) -> str:
+    files = [top] if top.is_file() else filter(Path.is_file, sorted(top.rglob("*")))
+    return _hash_of(f"{file.relative_to(top).as_posix()} {hash_of(file)} " for file in files)
+
+
+def _hash_of(texts: Iterable[str]) -> str:
     digest = sha256()
-    for file in [top] if top.is_file() else sorted(top.rglob("*")):
-        if file.is_file():
-            digest.update(f"{file.relative_to(top).as_posix()} {hash_of(file)} ".encode())
+    for text in texts:
+        digest.update(text.encode())
     return digest.hexdigest()

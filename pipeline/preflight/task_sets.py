@@ -74,26 +74,18 @@ def task_sets(config: Config, domain: Domain, is_long: IsLong | None = None) -> 
     elif validation is not None:
         held_out = generated(config, domain, num_held_out, data.eval_split)
     if source is None:
-        tasks: Sequence[Task] = generated(config, domain, data.num_train_tasks, "train")
-        trained = tasks, longest_of(tasks)
+        assert held_out is not None and validation is not None
+        train = generated(config, domain, data.num_train_tasks, "train")
+        sets = TaskSets(
+            train=train,
+            validation=validation,
+            held_out=[*held_out],
+            longest=longest_of(train),
+        )
     else:
-        is_drawn = validation is None
-        drawn = split_source(config, domain, held_out, with_validation=is_drawn, is_long=is_long)
-        sources += drawn.sources
-        trained = drawn.train, drawn.longest
-        held_out = drawn.held_out if held_out is None else held_out
-        validation = drawn.validation if validation is None else validation
-        notes += drawn.notes
-    assert held_out is not None and validation is not None
-    train, longest = trained
-    sets = TaskSets(
-        train=train,
-        validation=validation,
-        held_out=[*held_out],
-        longest=longest,
-        notes=notes,
-        sources=sources,
-    )
+        sets = split_source(config, domain, held_out, validation, is_long)
+    sets.notes = notes + sets.notes
+    sets.sources = sources + sets.sources
     where = name
     remedy = ""
     if source is None and domain.generate_tasks is None:
@@ -102,8 +94,7 @@ def task_sets(config: Config, domain: Domain, is_long: IsLong | None = None) -> 
     made = [*([] if source else [sets.train]), sets.validation, sets.held_out]
     for tasks in made:
         for task in tasks[:: -(-len(tasks) // NUM_TRIED_GENERATED) or 1]:
-            text = try_task(domain, task, where, config.rollout.call_timeout, remedy=remedy)
-            if text:
+            if text := try_task(domain, task, where, config.rollout.call_timeout, remedy=remedy):
                 sets.texts.append(text)
                 sets.longest.append(_with_request(task, text))
     asked = {
@@ -121,8 +112,9 @@ def task_sets(config: Config, domain: Domain, is_long: IsLong | None = None) -> 
         remedy = "take out equal prompts" if source else "make the splits from other values"
         sets.notes.append(f"{name}: {of}; {remedy}")
     for tool in undocumented(domain.environment):
-        why = "has no docstring, so a model sees only its name"
-        sets.notes.append(f"{name}: the tool {tool} {why}")
+        sets.notes.append(
+            f"{name}: the tool {tool} has no docstring, so a model sees only its name"
+        )
     sets.notes += [f"{name}: {note}" for note in no_tools(domain.environment)]
     return sets
 
@@ -153,20 +145,19 @@ def split_source(
     config: Config,
     domain: Domain,
     held_out: Sequence[Task] | None,
-    with_validation: bool,
+    validation: list[Task] | None,
     is_long: IsLong | None = None,
 ) -> TaskSets:
-    """Draw the training tasks of a domain's source, and the tasks that are asked for beside them.
+    """Return the task sets of a domain with a source, of which the training tasks are drawn.
 
-    Held-out tasks are drawn if `held_out` is None. Each row is validated and compared with the
+    So are held-out and validation tasks that are None. Each row is validated and compared with the
     given held-out tasks. Up to NUM_TRIED tasks, evenly spaced in the source, are tried in the
     environment. Raises UserError for a faulty row.
     """
     data = config.data
-    name = domain.name
-    source = config.data.tasks[domain.name]
-    census = Census(by_prompt=is_single_turn(domain))
+    source = data.tasks[domain.name]
     by_prompt = is_single_turn(domain)
+    census = Census(by_prompt=by_prompt)
     content = _what_is_seen if by_prompt else content_of_task
     known = {content(task) for task in held_out or ()}
 
@@ -177,21 +168,21 @@ def split_source(
             )
         census.add(row)
 
-    split_name = data.dataset_train_split
-    rows, notes = _open(config, domain, source, split_name, visit, is_long=is_long)
-    num_held_out = 0 if held_out is not None else data.eval_tasks_per_domain
+    rows, notes = _open(config, domain, source, data.dataset_train_split, visit, is_long=is_long)
+    num_held_out = data.eval_tasks_per_domain if held_out is None else 0
     # Without validations, no row is kept back for them.
-    num_validation = config.evaluation.validation_tasks if with_validation else 0
-    num_validation *= config.evaluation.validation_steps > 0
+    is_validated = validation is None and config.evaluation.validation_steps > 0
+    num_validation = config.evaluation.validation_tasks if is_validated else 0
     split = census.split(data.tasks_per_domain, num_validation, num_held_out)
-    limit = config.rollout.call_timeout
     success = config.evaluation.success_threshold
     train = rows.at(split.train or [0])
     for task in train[:: -(-len(train) // NUM_TRIED)]:
-        try_task(domain, task, source, limit, success)
+        try_task(domain, task, source, config.rollout.call_timeout, success)
     if not split.train:
-        found = f"holds {census.num_different} different tasks"
-        raise UserError(f"{source}: {found}; give 3 or more, or give eval_tasks")
+        raise UserError(
+            f"{source}: holds {census.num_different} different tasks; give 3 or more, or give "
+            "eval_tasks"
+        )
     numbers = {
         "held out": len(split.held_out),
         "for validations": len(split.validation),
@@ -203,11 +194,11 @@ def split_source(
     how = "drawn by a hash of the task" + ", evenly over `family`" * census.has_families
     if census.is_by_id:
         how += "; the rows are alike, so tasks are told apart by the ids that `reset` gets"
-    note = f"{name}: {len(rows)} tasks: {', '.join(told)}; {how}"
+    note = f"{domain.name}: {len(rows)} tasks: {', '.join(told)}; {how}"
     return TaskSets(
         train=train,
-        validation=[*rows.at(split.validation)],
-        held_out=[*rows.at(split.held_out)],
+        validation=[*rows.at(split.validation)] if validation is None else validation,
+        held_out=[*(rows.at(split.held_out) if held_out is None else held_out)],
         longest=longest_of(train, [census.lengths[number] for number in split.train]),
         notes=notes + [note] * (len(told) > 1),
         sources=[rows],
@@ -219,19 +210,18 @@ def _held_out_of(
 ) -> tuple[Tasks, list[str]]:
     """Return up to `eval_tasks_per_domain` different tasks of a source, and notes."""
     census = Census()
-    count = config.data.eval_tasks_per_domain
     split = config.data.dataset_test_split
     rows, notes = _open(
         config, domain, source, split, census.add, setting="eval_tasks", is_long=is_long
     )
-    drawn = rows.at(census.drawn(count))
-    if len(drawn) == len(rows):
-        return drawn, notes
-    how = "different ones, drawn by a hash of the task" + ", evenly over `family`" * (
-        census.has_families
-    )
-    told = f"{len(drawn)} of the {len(rows)} held-out tasks of {shown(source)} are used ({how})"
-    return drawn, [*notes, f"{domain.name}: {told}"]
+    drawn = rows.at(census.drawn(config.data.eval_tasks_per_domain))
+    if len(drawn) < len(rows):
+        how = "drawn by a hash of the task" + ", evenly over `family`" * census.has_families
+        notes.append(
+            f"{domain.name}: {len(drawn)} of the {len(rows)} held-out tasks of {shown(source)} are "
+            f"used (different ones, {how})"
+        )
+    return drawn, notes
 
 
 def _open(
@@ -263,9 +253,9 @@ def _open(
         return rows, []
     first = rows[left_out[0]].id
     found = (
-        f"{len(left_out)} of the {len(rows)} tasks of {shown(source)} have prompts that leave no"
+        f"{len(left_out)} of the {len(rows)} tasks of {shown(source)} have prompts that leave no "
+        f"room for a turn, the first is {shown(first)}, {rows.where(first)}"
     )
-    found += f" room for a turn, the first is {shown(first)}, {rows.where(first)}"
     if not kept:
         raise UserError(f"skip_long_tasks: {domain.name}: {found}; give more max_tokens")
     return rows.at(kept), [f"{domain.name}: {found}; they are left out (skip_long_tasks)"]

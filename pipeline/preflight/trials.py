@@ -93,7 +93,7 @@ def check_demonstrations(
     if not config.grpo.use_grpo or config.warm_start.steps == 0:
         return [], []
     sources, count = sources_of(config, domains)
-    notes = _without_demonstrations(config, domains)
+    notes = [*_without_demonstrations(config, domains)]
     beyond = list[TooLow]()
     for domain in sources:
         tried = list(_tried(config, domain, count))
@@ -103,17 +103,19 @@ def check_demonstrations(
     return notes, beyond
 
 
-def _without_demonstrations(config: Config, domains: Mapping[str, Domain]) -> list[str]:
+def _without_demonstrations(config: Config, domains: Mapping[str, Domain]) -> Iterator[str]:
     names = [name for name, d in domains.items() if not has_demonstrations(config, d)]
     if not names:
-        return []
+        return
     files = ", ".join(f"{name}: FILE" for name in names)
     remedy = f"give --demonstrations '{{{files}}}', or add an expert(agent, goal) to the module"
     lacking = f"demonstrations: none of {', '.join(names)}, which has no file and no expert"
     if config.model.model == "tiny" or len(names) == len(domains):
-        why = "the warm start cannot teach its tools"
-        raise UserError(f"{lacking}: {why}; {remedy}, or set --warm-start-steps 0")
-    return [f"{lacking}: only what the model can do already counts there; {remedy}"]
+        raise UserError(
+            f"{lacking}: the warm start cannot teach its tools; {remedy}, or set "
+            "--warm-start-steps 0"
+        )
+    yield f"{lacking}: only what the model can do already counts there; {remedy}"
 
 
 def _tried(config: Config, domain: Domain, count: int) -> Iterator[Demonstration]:
@@ -122,59 +124,56 @@ def _tried(config: Config, domain: Domain, count: int) -> Iterator[Demonstration
         made = list(demonstrations_of(config, domain, count))
         yield from made[:: -(-len(made) // NUM_TRIED)]
         return
-    timeout = config.rollout.call_timeout
     threshold = config.evaluation.success_threshold
-    settings = config.warm_start
     limit = domain.max_tasks
     if limit is not None and count > limit:
         raise UserError(
-            f"warm_start: got {settings.steps} steps of {settings.batch_size} demonstrations, "
-            f"but the experts give at most {limit} a domain; give fewer"
+            f"warm_start: got {config.warm_start.steps} steps of {config.warm_start.batch_size} "
+            f"demonstrations, but the experts give at most {limit} a domain; give fewer"
         )
     # If `max_tasks` is None, the check makes all tasks, to see whether the domain has enough.
     num_made = count if limit is None else min(count, NUM_TRIED_BY_EXPERT)
     tasks = generated(config, domain, num_made, "train")
     tools = tool_schemas(domain.environment)
     for task in tasks[:: -(-len(tasks) // NUM_TRIED_BY_EXPERT)]:
-        messages = try_expert(domain, task, timeout, threshold)
+        messages = try_expert(domain, task, config.rollout.call_timeout, threshold)
         yield Demonstration(f"the expert's task {shown(task.id)}", messages, tools)
 
 
 def _held_out_prompts(
     config: Config, domain: Domain, count: int, held_out: Sequence[Task]
-) -> list[str]:
-    """Return a warning if a file shows answers to held-out prompts of tasks of one turn.
+) -> Iterator[str]:
+    """Yield a warning if a file shows answers to held-out prompts of tasks of one turn.
 
     In other environments, tasks with equal prompts may differ in what the tools find.
     """
     if domain.name not in config.data.demonstrations or not is_single_turn(domain):
-        return []
+        return
     begins = {
         content_of(takewhile(lambda message: message["role"] != "assistant", one.messages))
         for one in demonstrations_of(config, domain, count)
     }
-    if not (seen := sum(content_of(task.prompt) in begins for task in held_out)):
-        return []
-    found = f"{seen} of {len(held_out)} held-out prompts are answered in the file"
-    return [f"demonstrations of {domain.name}: {found}; take them out, or give other eval_tasks"]
+    if seen := sum(content_of(task.prompt) in begins for task in held_out):
+        yield (
+            f"demonstrations of {domain.name}: {seen} of {len(held_out)} held-out prompts are "
+            "answered in the file; take them out, or give other eval_tasks"
+        )
 
 
-def _other_tools(domain: Domain, tried: Sequence[Demonstration]) -> list[str]:
+def _other_tools(domain: Domain, tried: Sequence[Demonstration]) -> Iterator[str]:
     schemas = tool_schemas(domain.environment)
-    others = [one.where for one in tried if one.tools != schemas]
-    if not others:
-        return []
-    given = f"the tools of {len(others)} of {len(tried)} tried are not those of the environment"
-    return [
-        f"demonstrations of {domain.name}: {given}, which the model gets in a rollout; leave "
-        f"`tools` out ({others[0]})"
-    ]
+    if others := [one.where for one in tried if one.tools != schemas]:
+        yield (
+            f"demonstrations of {domain.name}: the tools of {len(others)} of {len(tried)} tried "
+            "are not those of the environment, which the model gets in a rollout; leave `tools` "
+            f"out ({others[0]})"
+        )
 
 
 def _beyond_limits(
     limits: RolloutSettings, domain: Domain, chat: Chat, tried: Sequence[Demonstration]
-) -> list[TooLow]:
-    """Return what a rollout needs to hold the demonstrations; refused if a tenth do not fit."""
+) -> Iterator[TooLow]:
+    """Yield what a rollout needs to hold the demonstrations; refused if a tenth do not fit."""
     needs = dict[str, int]()
     beyond = list[str]()  # where the demonstrations are that do not fit
     for one in tried:
@@ -183,11 +182,10 @@ def _beyond_limits(
         needs |= {name: max(number, needs.get(name, 0)) for name, number in over.items()}
         if over:
             beyond.append(one.where)
-    if not beyond:
-        return []
-    of = f"{len(beyond)} of {len(tried)} tried demonstrations of {domain.name}"
-    is_refused = 10 * len(beyond) > len(tried)
-    return [TooLow(f"{of} (such as {beyond[0]})", needs, is_refused)]
+    if beyond:
+        of = f"{len(beyond)} of {len(tried)} tried demonstrations of {domain.name}"
+        is_refused = 10 * len(beyond) > len(tried)
+        yield TooLow(f"{of} (such as {beyond[0]})", needs, is_refused)
 
 
 def _sizes(chat: Chat, demonstration: Demonstration) -> dict[str, int]:
@@ -221,8 +219,11 @@ def check_reward_functions(
     """
     rewards = load_reward_functions(config)
     functions = [] if rewards is None else list(rewards.functions)
-    later = "is async, so its first call is in the run"
-    notes = [f"reward function {f.name} {later}" for f in functions if f.is_async]
+    notes = [
+        f"reward function {function.name} is async, so its first call is in the run"
+        for function in functions
+        if function.is_async
+    ]
     judge = _judge_of(config, domains, functions)
     missing = dict[str, str]()  # name of a function -> what tasks lack
     unscored = list[str]()
@@ -235,8 +236,10 @@ def check_reward_functions(
             continue
         columns = columns_of(tasks[name][0])
         if judge and JUDGE in columns:
-            hint = "this is the judge's name in reward functions; rename the column"
-            raise UserError(f"{name}: its tasks have a column {JUDGE}; {hint}")
+            raise UserError(
+                f"{name}: its tasks have a column {JUDGE}; this is the judge's name in reward "
+                "functions; rename the column"
+            )
         applying = [function for function in functions if not function.missing([*columns, *judge])]
         for function in functions:
             if lacking := function.missing([*columns, *judge]):
@@ -254,9 +257,11 @@ def check_reward_functions(
                 if lacking and not any(
                     columns_of(t).get(lacking[0], "") is None for t in tasks[name]
                 ):
-                    where = f"held-out tasks of {name} have no {', '.join(lacking)}"
-                    why = f"{function.name} needs what its training tasks have, but the {where}"
-                    raise UserError(f"reward_funcs: {why} (task {shown(task.id)}); add it to them")
+                    raise UserError(
+                        f"reward_funcs: {function.name} needs what its training tasks have, but "
+                        f"the held-out tasks of {name} have no {', '.join(lacking)} (task "
+                        f"{shown(task.id)}); add it to them"
+                    )
         for task in tasks[name][:NUM_REWARDED]:
             _try([f for f in applying if not f.is_async], domain, task, config)
         is_single = config.factories[name].factory == SINGLE_TURN
@@ -265,11 +270,15 @@ def check_reward_functions(
             notes += [f"{name}: no one reads the column {c}" for c in sorted(columns.keys() - read)]
         used.update(function.name for function in applying)
     for name in missing.keys() - used:
-        why = f"{name} applies to no domain: {missing[name]}"
-        raise UserError(f"reward_funcs: {why}; rename an argument or a column")
+        raise UserError(
+            f"reward_funcs: {name} applies to no domain: {missing[name]}; rename an argument or a "
+            "column"
+        )
     if unscored:
-        hint = "give a function for its columns, or the environment a get_reward"
-        raise UserError(f"reward_funcs: no function applies to {unscored[0]}; {hint}")
+        raise UserError(
+            f"reward_funcs: no function applies to {unscored[0]}; give a function for its columns, "
+            "or the environment a get_reward"
+        )
     return notes
 
 
@@ -281,18 +290,22 @@ def _judge_of(
     asking = [f for f in functions if f.asks_judge]
     judged = [n for n, domain in domains.items() if domain.asks_judge]
     if url is None and judged:
-        why = f"the environment of {judged[0]} asks a judge (has_judge)"
-        raise UserError(f"judge_url: {why}; give judge_url and judge_model")
+        raise UserError(
+            f"judge_url: the environment of {judged[0]} asks a judge (has_judge); give judge_url "
+            "and judge_model"
+        )
     if url is None:
         return []
     if not asking and not judged:
-        hint = f"give a reward function the argument {JUDGE}, or take it out"
         raise UserError(
-            f"judge_url: got {url}, and no reward function or environment asks a judge; {hint}"
+            f"judge_url: got {url}, and no reward function or environment asks a judge; give a "
+            f"reward function the argument {JUDGE}, or take it out"
         )
     if waiting := [f.name for f in asking if not f.is_async]:
-        hint = f"write `async def`, and await what {JUDGE} returns"
-        raise UserError(f"reward_funcs: {waiting[0]} asks the judge, and is not async; {hint}")
+        raise UserError(
+            f"reward_funcs: {waiting[0]} asks the judge, and is not async; write `async def`, and "
+            f"await what {JUDGE} returns"
+        )
     return [JUDGE] if asking else []
 
 
@@ -306,8 +319,10 @@ def _try(functions: Sequence[RewardFunction], domain: Domain, task: Task, config
             start = partial(run_here, started, domain.environment, task.row())
             made = guarded("reset", seconds, start)
     except EnvironmentFault as fault:
-        failed = f"reset failed on task {shown(task.id)}: {one_line(str(fault))}"
-        raise UserError(f"{domain.name}: {failed}; mend the environment or the task") from None
+        raise UserError(
+            f"{domain.name}: reset failed on task {shown(task.id)}: {one_line(str(fault))}; mend "
+            "the environment or the task"
+        ) from None
     RewardFunctions(functions, seconds)([Completion(task, made.environment, trajectory)])
     if any(function.name not in trajectory.rewards for function in functions):
         raise UserError(

@@ -22,6 +22,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from pipeline.commands import sweep
+from pipeline.config.cli import parse
 from pipeline.errors import UserError
 from pipeline.evaluation.transfer import Number, differences, summary
 from scripts.bench.common import machine, parser_of, results_of, write_json
@@ -78,7 +79,8 @@ def main(argv: list[str]) -> int:
     begun = time.time()
     try:
         tracked = [*flags, "--report-to", "none"]
-        if sweep.run(folder, 1, list(rows.values()), options.seeds, tracked):
+        has_warm_start = parse(tracked).warm_start.steps > 0
+        if sweep.run(folder, 1, list(rows.values()), options.seeds, tracked, has_warm_start):
             return 1
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)

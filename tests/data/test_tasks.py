@@ -317,7 +317,7 @@ def loaded(source, environment=AirlineEnvironment, held_out=(), **data):
     settings = {"tasks": {"airline": str(source)}, **data}
     domain = replace(embedded("airline")["airline"], environment=environment)
     config = Config.model_validate({"data": settings})
-    sets = split_source(config, domain, held_out, with_validation=False)
+    sets = split_source(config, domain, held_out, validation=[])
     return sets.train, sets.longest
 
 
