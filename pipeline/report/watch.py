@@ -85,18 +85,22 @@ class LivePage(Page):
     def _make(self) -> None:
         """Make the page again if files have changed.
 
-        Pictures, which take seconds, are drawn again after ten times as long.
+        Pictures take seconds: the page has its texts first, and then pictures, which are drawn
+        again after ten times as long.
         """
         seen = self._seen()
-        is_due = seen != self._drawn_of and time.monotonic() >= self._next_picture
-        if seen == self._made_of and not is_due:
-            return
-        run = load_run(self._folder)
-        if is_due:
+        if seen != self._made_of:
+            self._write(load_run(self._folder))
+            self._made_of = seen
+        if seen != self._drawn_of and time.monotonic() >= self._next_picture:
             begun = time.monotonic()
             self._drawn_of = seen
+            run = load_run(self._folder)
             self._draw(run)
             self._next_picture = time.monotonic() + 10 * (time.monotonic() - begun)
+            self._write(run)
+
+    def _write(self, run: RunData) -> None:
         self._status = status_of(run)
         data = data_of(run, live=True)
         text = printable(render("run.md.jinja", drawn=self._svgs, **data))
@@ -111,7 +115,6 @@ class LivePage(Page):
         self.version = time.time_ns() // 10**6  # other than those of an earlier server
         sections = [*self._now(), *sections_of(text)]
         self.html = page_of(data["title"], sections, self._svgs, reader, self.version)
-        self._made_of = seen
 
     def _draw(self, run: RunData) -> None:
         every = len(run.train) // MOST_POINTS or 1
