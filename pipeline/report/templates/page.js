@@ -404,8 +404,10 @@ class Live {
     if (page.title !== document.title) return location.reload(); // the server of another run
     const episodes = page.getElementById("episodes");
     const kept = byId("episodes");
-    if (kept && episodes) episodes.replaceWith(kept);
-    else this.reader = null;
+    if (kept && episodes) {
+      kept.querySelector("p").replaceWith(episodes.querySelector("p")); // how many there are
+      episodes.replaceWith(kept);
+    } else this.reader = null;
     const top = scrollY;
     document.querySelector("nav").replaceWith(page.querySelector("nav"));
     document.querySelector("main").replaceWith(page.querySelector("main"));
