@@ -6,11 +6,13 @@ and in which a row that is added or moved changes the place of no other row.
 """
 
 import json
+import re
 from array import array
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any
+from unicodedata import normalize
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,7 +22,9 @@ from pipeline.data.tasks import SCENARIO, Message, Task, columns_text
 
 LEAST = 3  # different tasks: to train, to validate, to hold out
 HELD_BACK_SHARE = 5  # at most a fifth of the rows is held out, and at most a fifth validates
+UNSEEN = re.compile("[\u00ad\u200b-\u200f\u2060\ufeff]")  # characters without width
 Numbers = NDArray[np.int64]
+Same = Callable[[Iterable[Message], str, Mapping[str, Any]], int]  # prompt, payload, columns
 
 
 @dataclass(frozen=True)
@@ -35,17 +39,20 @@ class Split:
 
 
 class Census:
-    """Collects of each row its content's hash, its family, and its prompt's characters.
+    """Collects of each row its hashes, its family, and its prompt's characters.
 
-    Rows with equal contents are one task. Where an environment makes the tasks from ids, as a game
-    does, all rows are alike: with fewer than LEAST contents, the ids tell tasks apart.
+    Rows of which `same` is equal are one task. Where an environment makes the tasks from ids, as a
+    game does, all rows are alike: with fewer than LEAST contents, the ids tell tasks apart.
     """
 
-    def __init__(self, by_prompt: bool = False) -> None:
-        """With `by_prompt`, rows are the same task if the model sees the same of them."""
+    def __init__(self, same: Same, by_prompt: bool = False, taken: Collection[int] = ()) -> None:
+        """No part uses rows of which `same` is in `taken`. With `by_prompt`, ids tell nothing."""
         self.lengths = array("Q")
+        self._same_of = same
         self._by_prompt = by_prompt
-        self._contents = array("Q")
+        self._taken = np.array([*taken], dtype=np.uint64)
+        self._same = array("Q")
+        self._contents = array("Q")  # decide the order of the rows
         self._ids = array("Q")  # their hashes
         self._families = array("Q")
         self._numbers: dict[str, int] = {}  # of families
@@ -53,10 +60,8 @@ class Census:
     def add(self, row: TaskRow) -> None:
         """Count a checked row with an id."""
         self.lengths.append(num_characters(row["prompt"]))
-        if self._by_prompt:
-            content = seen_of(row["prompt"], row)
-        else:
-            content = content_of_row(row)
+        self._same.append(same_row(self._same_of, row))
+        content = seen_of(row["prompt"], row) if self._by_prompt else content_of_row(row)
         self._contents.append(content)
         self._ids.append(_hash(row["id"]))
         family = row.get("family", "")
@@ -69,11 +74,16 @@ class Census:
     @property
     def is_by_id(self) -> bool:
         """Whether the ids tell tasks apart, because the rows are alike."""
-        return not self._by_prompt and len(set(self._contents)) < LEAST
+        return not self._by_prompt and len(set(self._same)) < LEAST
 
     @property
     def num_different(self) -> int:
-        return len(np.unique(self._hashes))
+        return len(np.unique(self._groups))
+
+    @property
+    def _groups(self) -> NDArray[np.uint64]:
+        """A number for each row, equal for rows that are one task."""
+        return np.frombuffer(self._ids if self.is_by_id else self._same, dtype=np.uint64)
 
     @property
     def _hashes(self) -> NDArray[np.uint64]:
@@ -85,7 +95,7 @@ class Census:
         return sorted(order[:count].tolist())
 
     def split(self, num_train: int | None, num_validation: int, num_held_out: int) -> Split:
-        """Draw rows for each part. No content is in two of them, or twice where it is not trained.
+        """Draw rows for each part. No task is in two of them, or twice where it is not trained.
 
         Families have equal numbers of held-out rows, as far as a fifth of a family allows it.
         `num_train` of None means all rows that are left.
@@ -97,29 +107,29 @@ class Census:
         held_out = order[places < caps][: min(num_held_out, most)]
         rest = order[(places < 2 * caps) & ~np.isin(order, held_out)]
         validation = rest[: min(num_validation, most)]
-        contents = self._hashes
+        groups = self._groups
         drawn = np.concatenate([held_out, validation])
-        is_free = ~np.isin(contents, contents[drawn])
-        free = np.flatnonzero(is_free)
-        by_hash = free[np.argsort(contents[free], kind="stable")]
+        free = np.flatnonzero(~np.isin(groups, np.concatenate([groups[drawn], self._taken])))
+        by_hash = free[np.argsort(self._hashes[free], kind="stable")]
         train = by_hash[:num_train]
         return Split(
             train=sorted(train.tolist()),
             validation=sorted(validation.tolist()),
             held_out=sorted(held_out.tolist()),
             num_left=len(free) - len(train),
-            num_copies=len(contents) - len(free) - len(drawn),
+            num_copies=len(groups) - len(free) - len(drawn),
         )
 
     def _order(self) -> tuple[Numbers, Numbers, Numbers]:
-        """Return the first row of each content, its place in its family, and the family's size.
+        """Return the first row of each task, its place in its family, and the family's size.
 
         The first rows of all families come first, then their second rows, and so on. In a family,
-        contents without copies come first. Families of fewer than HELD_BACK_SHARE rows count as
-        one.
+        tasks without copies come first. Families of fewer than HELD_BACK_SHARE rows count as one.
         """
-        contents = self._hashes
-        hashes, rows, copies = np.unique(contents, return_index=True, return_counts=True)
+        groups, rows, copies = np.unique(self._groups, return_index=True, return_counts=True)
+        is_free = ~np.isin(groups, self._taken)
+        rows, copies = rows[is_free], copies[is_free]
+        hashes = self._hashes[rows]
         families = np.frombuffer(self._families, dtype=np.uint64)[rows].astype(np.int64) + 1
         families[np.bincount(families)[families] < HELD_BACK_SHARE] = 0
         by_family = np.lexsort((hashes, copies, families))
@@ -136,7 +146,11 @@ def content_of(
 ) -> int:
     """Return 64 bits of the hash (BLAKE2b, RFC 7693) of what a task holds, without its names."""
     values = {name: value for name, value in (columns or {}).items() if value is not None}
-    return _hash(json.dumps([[*prompt], json.loads(payload), values], sort_keys=True))
+    return _hash_of([[*prompt], json.loads(payload), values])
+
+
+def _hash_of(values: Any) -> int:
+    return _hash(json.dumps(values, sort_keys=True))
 
 
 def _hash(text: str) -> int:
@@ -153,11 +167,62 @@ def content_of_task(task: Task) -> int:
 
 
 def content_of_row(row: TaskRow) -> int:
-    payload = row.get("payload", {})
-    text = payload if isinstance(payload, str) else json.dumps(payload)
-    columns = json.loads(columns_text({key: row[key] for key in row.keys() - KEYS}))
-    return content_of(row["prompt"], text, columns)
+    return content_of(row["prompt"], _payload(row), _columns(row))
 
 
 def num_characters(prompt: Iterable[Message]) -> int:
     return sum(len(message["content"]) for message in prompt)
+
+
+# Rows that are one task although they are written otherwise
+
+
+def same_by(read: Collection[str] | None) -> Same:
+    """Return a function that hashes what the model sees, and the values of the keys `read`.
+
+    If `read` is None, all values count. Case, width, and spaces count nowhere.
+    """
+
+    def same(prompt: Iterable[Message], payload: str, columns: Mapping[str, Any]) -> int:
+        values = {"payload": json.loads(payload), **columns}
+        kept = {
+            name: value
+            for name, value in values.items()
+            if value is not None and (read is None or name in read or name == SCENARIO)
+        }
+        return _hash_of(plain_words([[*map(_said, prompt)], kept]))
+
+    return same
+
+
+def same_row(same: Same, row: TaskRow) -> int:
+    return same(row["prompt"], _payload(row), _columns(row))
+
+
+def same_task(same: Same, task: Task) -> int:
+    return same(task.prompt, task.payload, json.loads(task.columns))
+
+
+def _said(message: Message) -> list[Any]:
+    calls = message.get("tool_calls") or []
+    return [message["role"], message["content"], [call.get("function") for call in calls]]
+
+
+def plain_words(value: Any) -> Any:
+    """Return a JSON value whose texts have neither case, nor width, nor spaces around words."""
+    if isinstance(value, str):
+        text = value if value.isascii() else UNSEEN.sub("", normalize("NFKC", value))
+        return " ".join(text.casefold().split())
+    if isinstance(value, dict):
+        return {key: plain_words(of) for key, of in value.items()}
+    return [*map(plain_words, value)] if isinstance(value, list) else value
+
+
+def _payload(row: TaskRow) -> str:
+    payload = row.get("payload", {})
+    return payload if isinstance(payload, str) else json.dumps(payload)
+
+
+def _columns(row: TaskRow) -> dict[str, Any]:
+    columns: dict[str, Any] = json.loads(columns_text({key: row[key] for key in row.keys() - KEYS}))
+    return columns

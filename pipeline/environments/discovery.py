@@ -3,12 +3,14 @@
 The tools are all public methods but `reset` and `get_reward`, or what the attribute `schemas` says.
 """
 
+import ast
 import inspect
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
 from functools import cache, cached_property, partialmethod, singledispatchmethod, wraps
 from itertools import islice
 from pathlib import Path
+from textwrap import dedent
 from types import BuiltinFunctionType, ClassMethodDescriptorType, MethodDescriptorType
 from typing import Any, TypeVar, get_type_hints
 
@@ -218,6 +220,35 @@ def _schema(name: str, tool: Callable[..., Any]) -> dict[str, Any]:
     except Exception as error:  # hints are code of the user
         raise TypeError(f"{name}{place_of(tool)}: {reason_of(error)}") from None
     return schema
+
+
+def keywords_read(function: Callable[..., Any]) -> set[str] | None:
+    """Return the names of the arguments that a function may read; None if it may read any.
+
+    A function that takes `**kwargs` reads what it names, and KEY where its source has `kwargs[KEY]`
+    or `kwargs.get(KEY)`, if that is all that it does with `kwargs`.
+    """
+    try:
+        parameters = inspect.signature(function).parameters.values()
+        rest = next((p.name for p in parameters if p.kind is p.VAR_KEYWORD), None)
+        source = "" if rest is None else dedent(inspect.getsource(function))
+        nodes = list(ast.walk(ast.parse(source)))
+    except (TypeError, ValueError, OSError, SyntaxError):
+        return None
+    keys = dict[ast.expr, str]()
+    for node in nodes:
+        match node:
+            case ast.Subscript(value=ast.Name() as of, slice=ast.Constant(value=str(key))):
+                keys[of] = key
+            case ast.Call(
+                func=ast.Attribute(value=ast.Name() as of, attr="get" | "pop"),
+                args=[ast.Constant(value=str(key)), *_],
+            ):
+                keys[of] = key
+    loaded = [node for node in nodes if isinstance(node, ast.Name) and node.id == rest]
+    if hasattr(function, "__wrapped__") or not all(node in keys for node in loaded):
+        return None
+    return {p.name for p in parameters} | {keys[node] for node in loaded}
 
 
 # Arguments: the policy (`rollout/own_loop.py`) and the task. Result: the reward.

@@ -3,7 +3,7 @@
 import heapq
 import json
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -11,19 +11,30 @@ from pipeline.config.settings import Config
 from pipeline.data.datasets import has_split, open_tasks
 from pipeline.data.rows import TaskRow
 from pipeline.data.splits import (
+    LEAST,
     Census,
     content_of_row,
     content_of_task,
     num_characters,
+    same_by,
+    same_task,
     seen_of,
 )
 from pipeline.data.tasks import Message, Task, Tasks
-from pipeline.environments.discovery import no_tools, raw_call, tool_methods, tool_schemas
+from pipeline.environments.discovery import (
+    OWN_LOOP,
+    keywords_read,
+    no_tools,
+    raw_call,
+    tool_methods,
+    tool_schemas,
+)
 from pipeline.environments.domains import Domain, generated
 from pipeline.environments.single_turn import SingleTurnEnvironment
 from pipeline.environments.trials import try_task
 from pipeline.errors import UserError
 from pipeline.files.untrusted import shown
+from pipeline.rollout.rewards import load_reward_functions
 
 IsLong = Callable[[Sequence[Message]], bool]  # gets a prompt
 NUM_TRIED = 1000  # maximum number of a source's tasks that are tried in the environment
@@ -104,19 +115,74 @@ def task_sets(config: Config, domain: Domain, is_long: IsLong | None = None) -> 
     for setting, (found, number) in asked.items() if source is None and eval_source is None else ():
         if len(found) < number:
             sets.notes.append(f"{name}: {len(found)} tasks are all there are ({setting} {number})")
-    has_content = source is not None or domain.generate_tasks is not None  # beside ids
-    content = _what_is_seen if is_single_turn(domain) else content_of_task
-    of_train = {content(task) for task in sets.train} if has_content else set()
-    if seen := sum(content(task) in of_train for task in sets.held_out):
-        of = f"{seen} of {len(sets.held_out)} held-out tasks are training tasks too"
-        remedy = "take out equal prompts" if source else "make the splits from other values"
-        sets.notes.append(f"{name}: {of}; {remedy}")
+    if source is not None or domain.generate_tasks is not None:  # tasks are more than ids
+        read = keys_read(config, domain)
+        sets.notes += [f"{name}: {note}" for note in _seen_twice(sets, read, source is not None)]
     for tool in undocumented(domain.environment):
         sets.notes.append(
             f"{name}: the tool {tool} has no docstring, so a model sees only its name"
         )
     sets.notes += [f"{name}: {note}" for note in no_tools(domain.environment)]
     return sets
+
+
+def keys_read(config: Config, domain: Domain) -> set[str] | None:
+    """Return the keys of a row that `reset` and reward functions may read; None: any key.
+
+    In a task of one turn, the prompt is all that the model sees. A `reset` that reads the id may
+    make other tasks of equal rows.
+    """
+    if is_single_turn(domain):
+        return set()
+    rewards = load_reward_functions(config)
+    functions = [of.function for of in rewards.functions] if rewards else []
+    read = set[str]()
+    for function in [domain.environment.reset, *functions]:
+        names = keywords_read(function)
+        if names is None or "id" in names or hasattr(domain.environment, OWN_LOOP):
+            return None
+        read |= names
+    return read
+
+
+def _seen_twice(sets: TaskSets, read: set[str] | None, has_source: bool) -> Iterator[str]:
+    """Yield notes on held-out and validation tasks that are trained on, or may be."""
+    same = same_by(read)
+    words = same_by(() if has_source else {"payload"})  # a generator's payload makes the task
+    asked = dict[int, Task]()
+    for task in sets.held_out:
+        asked.setdefault(same_task(words, task), task)
+    trained = set[int]()
+    requests = set[int]()
+    differing = set[str]()
+    twins = set[int]()
+    for task in sets.train:
+        trained.add(same_task(same, task))
+        request = same_task(words, task)
+        requests.add(request)
+        if request in asked and request not in twins:
+            twins.add(request)
+            differing |= _differing(task, asked[request])
+    remedy = "take out equal prompts" if has_source else "make the splits from other values"
+    for kind, tasks in (("held-out", sets.held_out), ("validation", sets.validation)):
+        if seen := sum(same_task(same, task) in trained for task in tasks):
+            yield f"{seen} of {len(tasks)} {kind} tasks are training tasks too; {remedy}"
+    differing &= differing if read is None else {"payload"}
+    of_twins = [t for t in sets.held_out if same_task(words, t) in twins]
+    new = sum(same_task(same, task) not in trained for task in of_twins)
+    if new and differing and len(requests) >= LEAST:
+        names = ", ".join(sorted(differing))
+        yield (
+            f"{new} of {len(sets.held_out)} held-out tasks have a request that is trained on too, "
+            f"in rows that differ in {shown(names)}; take out what makes no other task, or let "
+            "reset name the columns that it reads"
+        )
+
+
+def _differing(one: Task, other: Task) -> set[str]:
+    """Return the names of the columns in which two tasks differ, and `payload` if it differs."""
+    rows = [{"payload": json.loads(t.payload), **json.loads(t.columns)} for t in (one, other)]
+    return {name for name in rows[0].keys() | rows[1] if rows[0].get(name) != rows[1].get(name)}
 
 
 def undocumented(environment_class: type[Any]) -> list[str]:
@@ -157,9 +223,10 @@ def split_source(
     data = config.data
     source = data.tasks[domain.name]
     by_prompt = is_single_turn(domain)
-    census = Census(by_prompt=by_prompt)
     content = _what_is_seen if by_prompt else content_of_task
     known = {content(task) for task in held_out or ()}
+    same = same_by(keys_read(config, domain))
+    census = Census(same, by_prompt, taken={same_task(same, task) for task in held_out or ()})
 
     def visit(row: TaskRow) -> None:
         if known and (seen_of(row["prompt"], row) if by_prompt else content_of_row(row)) in known:
@@ -179,15 +246,16 @@ def split_source(
     for task in train[:: -(-len(train) // NUM_TRIED)]:
         try_task(domain, task, source, config.rollout.call_timeout, success)
     if not split.train:
-        raise UserError(
-            f"{source}: holds {census.num_different} different tasks; give 3 or more, or give "
-            "eval_tasks"
-        )
+        holds = f"{source}: holds {census.num_different} different tasks"
+        if held_out is not None and split.num_copies:
+            raise UserError(f"{holds}, and each is held out or validates; give others")
+        raise UserError(f"{holds}; give 3 or more, or give eval_tasks")
+    given = "" if held_out is None else "a held-out task or "
     numbers = {
         "held out": len(split.held_out),
         "for validations": len(split.validation),
         "for training": len(split.train),
-        "equal to one of these and unused": split.num_copies,
+        f"equal to {given}one of these and unused": split.num_copies,
         "unused (tasks_per_domain)": split.num_left,
     }
     told = [f"{number} {use}" for use, number in numbers.items() if number]
@@ -209,7 +277,7 @@ def _held_out_of(
     config: Config, domain: Domain, source: str, is_long: IsLong | None
 ) -> tuple[Tasks, list[str]]:
     """Return up to `eval_tasks_per_domain` different tasks of a source, and notes."""
-    census = Census()
+    census = Census(same_by(keys_read(config, domain)), by_prompt=is_single_turn(domain))
     split = config.data.dataset_test_split
     rows, notes = _open(
         config, domain, source, split, census.add, setting="eval_tasks", is_long=is_long

@@ -1,6 +1,6 @@
 """What is tried before a run: limits of a rollout, demonstrations and reward functions."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import takewhile
@@ -8,8 +8,8 @@ from itertools import takewhile
 from pipeline.chat.template import Chat
 from pipeline.config.cli import flag
 from pipeline.config.settings import SINGLE_TURN, Config, RolloutSettings
-from pipeline.data.splits import content_of
-from pipeline.data.tasks import Task
+from pipeline.data.splits import same_by
+from pipeline.data.tasks import Message, Task
 from pipeline.environments.calls import guarded
 from pipeline.environments.demonstrations import (
     Demonstration,
@@ -143,21 +143,25 @@ def _tried(config: Config, domain: Domain, count: int) -> Iterator[Demonstration
 def _held_out_prompts(
     config: Config, domain: Domain, count: int, held_out: Sequence[Task]
 ) -> Iterator[str]:
-    """Yield a warning if a file shows answers to held-out prompts of tasks of one turn.
-
-    In other environments, tasks with equal prompts may differ in what the tools find.
-    """
-    if domain.name not in config.data.demonstrations or not is_single_turn(domain):
+    """Yield a warning if a file shows answers to held-out requests."""
+    if domain.name not in config.data.demonstrations:
         return
     begins = {
-        content_of(takewhile(lambda message: message["role"] != "assistant", one.messages))
+        _request(takewhile(lambda message: message["role"] != "assistant", one.messages))
         for one in demonstrations_of(config, domain, count)
     }
-    if seen := sum(content_of(task.prompt) in begins for task in held_out):
+    if seen := sum(_request(task.prompt) in begins for task in held_out):
+        but = "" if is_single_turn(domain) else ", unless the tools find something else there"
         yield (
-            f"demonstrations of {domain.name}: {seen} of {len(held_out)} held-out prompts are "
-            "answered in the file; take them out, or give other eval_tasks"
+            f"demonstrations of {domain.name}: {seen} of {len(held_out)} held-out requests are "
+            f"answered in the file; take them out, or give other eval_tasks{but}"
         )
+
+
+def _request(messages: Iterable[Message]) -> int:
+    """Return the hash of what the customer says, however it is written."""
+    said = [message for message in messages if message["role"] != "system"]
+    return same_by(())(said, "{}", {})
 
 
 def _other_tools(domain: Domain, tried: Sequence[Demonstration]) -> Iterator[str]:

@@ -325,11 +325,12 @@ def test_an_unknown_split_is_refused(place):
         says(message, "sums", "'own'", "split dev", f"set dataset_{split}_split")
 
 
-def test_demonstrations_that_answer_held_out_prompts_are_told(place):
+@pytest.mark.parametrize("written", ["{} + 1", " {}  +\t1\n", "{} \uff0b \uff11"])
+def test_demonstrations_that_answer_held_out_requests_are_told(place, written):
     shown = [
         {
             "messages": [
-                {"role": "user", "content": f"{n} + 1"},
+                {"role": "user", "content": written.format(n)},
                 {"role": "assistant", "content": "2"},
             ]
         }
@@ -342,7 +343,7 @@ def test_demonstrations_that_answer_held_out_prompts_are_told(place):
     domains = load_domains(config)
     held_out = {"sums": task_sets(config, domains["sums"]).held_out}
     (line,), _ = check_demonstrations(config, domains, chat(), held_out)
-    says(line, "demonstrations of sums: 6 of 6 held-out prompts are answered in the file")
+    says(line, "demonstrations of sums: 6 of 6 held-out requests are answered in the file")
     unseen = {"sums": [make_task(domain="sums", request="100 + 1")]}
     assert check_demonstrations(config, domains, chat(), unseen)[0] == []
 
@@ -453,3 +454,124 @@ def test_rows_that_are_alike_are_tasks_by_their_ids_where_an_environment_makes_t
     says(" ".join(sets.notes), "the rows are alike, so tasks are told apart by the ids")
     told = refusal(lambda: prepared(lines(place / "sums.jsonl", rows(1) * 30)))
     says(told, "holds 1 different tasks")  # without an environment, they are one question
+
+
+# One request in several rows
+
+NAMED = "def reset(self, answer, **kwargs): self.answer = answer"
+WHOLE = "def reset(self, **row): self.row = row"
+WRITTEN = {  # what differs between the rows of a request
+    "bookkeeping": lambda n, text: {"uuid": f"u{n}", "index": n, "created_at": f"2026-01-{n:02}"},
+    "space": lambda n, text: {"prompt": text + " " * (n % 5), "day": n},
+    "case and width": lambda n, text: {
+        "prompt": [text, text.upper(), text.replace("k", "\uff4b"), text + "\u200b", f"\n{text}"][n % 5]
+    },
+    "id of a message": lambda n, text: {"prompt": [{"role": "user", "content": text, "id": n}]},
+}
+
+
+def desk(place, reset, **data):
+    """The task sets of a domain with a tool."""
+    name = f"desk_{abs(hash(reset))}"
+    (place / f"{name}.py").write_text(
+        f"class Desk:\n    {reset}\n    def get_reward(self): return 0.0\n"
+        "    def look(self) -> str:\n        '''Look.'''\n        return 'x'\n"
+    )
+    known = {"domains": ["desk"], "environments": {"desk": f"{name}:Desk"}}
+    config = Config.model_validate({"data": {**known, "eval_tasks_per_domain": 6, **data}})
+    return task_sets(config, load_domains(config)["desk"])
+
+
+def asked(count, kind="bookkeeping", first=0):
+    """Five rows of each request."""
+    for n in range(5 * count):
+        text = f"book desk {first + n // 5}"
+        yield {"prompt": text, "answer": first + n // 5, **WRITTEN[kind](n, text)}
+
+
+def answers(tasks):
+    return [json.loads(task.columns)["answer"] for task in tasks]
+
+
+@pytest.mark.parametrize("kind", WRITTEN)
+@pytest.mark.parametrize(
+    "reset",
+    [
+        NAMED,
+        "def reset(self, answer): self.answer = answer",
+        "def reset(self, **row): self.answer = row['answer'], row.get('level', 0)",
+    ],
+    ids=["named", "alone", "by key"],
+)
+def test_rows_that_differ_in_what_no_one_reads_are_one_task(place, kind, reset):
+    source = lines(place / "desk.jsonl", asked(12, kind))
+    sets = desk(place, reset, tasks={"desk": source}, eval_tasks_per_domain=2)
+    parts = [answers(of) for of in (sets.held_out, sets.validation, sets.train)]
+    assert [len(of) for of in parts] == [2, 2, 8 * 5]
+    assert len({*parts[0]} | {*parts[1]} | {*parts[2]}) == 12
+    says(sets.notes[0], "40 for training, 16 equal to one of these and unused")
+
+
+@pytest.mark.parametrize(
+    "reset",
+    [
+        WHOLE,
+        "def reset(self, **row): self.answer = [*row.values()], row['answer']",
+        "def reset(self, **row): super().__init__(); self.answer = str(row)",
+    ],
+    ids=["whole", "values", "passed on"],
+)
+def test_requests_that_are_trained_on_and_may_be_one_task_are_counted(place, reset):
+    sets = desk(place, reset, tasks={"desk": lines(place / "desk.jsonl", asked(12))})
+    seen = sum(answer in answers(sets.train) for answer in answers(sets.held_out))
+    assert seen > 0
+    told = f"desk: {seen} of 6 held-out tasks have a request that is trained on too, in rows that "
+    told += "differ in 'created_at, index, uuid'; take out what makes no other task"
+    assert sets.notes[1].startswith(told)
+
+
+def test_rows_with_a_seed_stay_tasks_of_their_own(place):
+    """All rows of a game are alike but for what makes the task."""
+    found = [{"prompt": "Play.", "seed": n} for n in range(40)]
+    sets = desk(place, WHOLE, tasks={"desk": lines(place / "game.jsonl", found)})
+    assert (len(sets.held_out), len(sets.validation), len(sets.train)) == (6, 8, 26)
+    assert len(sets.notes) == 1
+
+
+def test_held_out_rows_that_a_file_gives_are_not_trained_on_in_other_words(place):
+    held_out = lines(place / "held.jsonl", asked(3, "space"))
+    source = lines(place / "desk.jsonl", [{**row, "uuid": "y"} for row in asked(12, "space")])
+    given = {"tasks": {"desk": source}, "eval_tasks": {"desk": held_out}}
+    sets = desk(place, NAMED, **given, eval_tasks_per_domain=20)
+    assert sorted(answers(sets.held_out)) == [0, 1, 2]  # of 15 rows
+    assert {*answers([*sets.train, *sets.validation])} == {*range(3, 12)}
+    assert any("equal to a held-out task or one of these and unused" in n for n in sets.notes)
+    source = lines(place / "other.jsonl", [{**row, "uuid": "y"} for row in asked(3, "space")])
+    message = refusal(lambda: desk(place, NAMED, **{**given, "tasks": {"desk": source}}))
+    says(message, "holds 3 different tasks, and each is held out or validates; give others")
+
+
+def test_equal_rows_of_eval_tasks_are_one_task(place):
+    found = [{"prompt": f"{n % 2} + 7 {' ' * n}", "answer": str(n % 2 + 7)} for n in range(6)]
+    held_out = lines(place / "held.jsonl", found)
+    sets, _ = prepared(lines(place / "own.jsonl", rows(9)), eval_tasks={"sums": held_out})
+    assert sorted(int(text.split()[0]) for text in requests(sets.held_out)) == [0, 1]
+
+
+def test_demonstrations_of_a_domain_with_tools_that_answer_held_out_requests_are_told(place):
+    shown = [
+        {"role": "system", "content": "Rules."},
+        {"role": "user", "content": "Book desk 3 "},
+        {"role": "assistant", "content": "x"},
+    ]
+    (place / "own_desk.py").write_text(
+        f"class Desk:\n    {NAMED}\n    def get_reward(self): return 0.0\n"
+        "    def look(self) -> str:\n        '''Look.'''\n        return 'x'\n"
+    )
+    data = {"domains": ["desk"], "environments": {"desk": "own_desk:Desk"}}
+    data |= {"demonstrations": {"desk": lines(place / "shown.jsonl", [{"messages": shown}])}}
+    config = Config.model_validate({"data": data})
+    held_out = [make_task(domain="desk", request=f"book desk {n}") for n in range(6)]
+    domains = load_domains(config)
+    notes, _ = check_demonstrations(config, domains, chat(), {"desk": held_out})
+    says(" ".join(notes), "demonstrations of desk: 1 of 6 held-out requests are answered in the")
