@@ -251,8 +251,13 @@ def check_reward_functions(
                 given = f"its tasks have no {', '.join(names)}, only {', '.join(columns)}"
                 missing[function.name] = given
                 notes.append(f"reward function {function.name} is not called for {name}: {given}")
-        if not applying and not hasattr(domain.environment, "get_reward"):
+        summed = [f"{function.name} (weight {function.weight:g})" for function in applying]
+        if hasattr(domain.environment, "get_reward"):
+            summed.insert(0, f"get_reward of {domain.environment.__name__} (weight 1)")
+        if not summed:
             unscored.append(name)
+        elif len(summed) > 1:
+            notes.append(f"{name}: the reward is the sum of {' and '.join(summed)}")
         for task in held_out[name]:
             known = [k for k, value in columns_of(task).items() if value is not None]
             for function in applying:

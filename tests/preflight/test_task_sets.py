@@ -575,3 +575,18 @@ def test_demonstrations_of_a_domain_with_tools_that_answer_held_out_requests_are
     domains = load_domains(config)
     notes, _ = check_demonstrations(config, domains, chat(), {"desk": held_out})
     says(" ".join(notes), "demonstrations of desk: 1 of 6 held-out requests are answered in the")
+
+
+def test_all_that_is_summed_into_the_reward_is_named(place):
+    (place / "summed.py").write_text(
+        "class Desk:\n    def reset(self, **row): pass\n    def get_reward(self): return 1.0\n"
+    )
+    given = {"environments": {"sums": "summed:Desk"}, "reward_weights": [0.5]}
+    _, notes = prepared(lines(place / "sums.jsonl", rows(9)), "plain", **given)
+    told = "sums: the reward is the sum of get_reward of Desk (weight 1) and plain (weight 0.5)"
+    assert told in notes
+    functions = {"reward_funcs": ["own_rewards:plain", "own_rewards:correct"]}
+    _, notes = prepared(lines(place / "sums.jsonl", rows(9)), **functions)
+    assert "sums: the reward is the sum of plain (weight 1) and correct (weight 1)" in notes
+    _, notes = prepared(lines(place / "sums.jsonl", rows(9)), "plain")
+    assert not any("the reward is the sum" in note for note in notes)
