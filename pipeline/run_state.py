@@ -49,6 +49,7 @@ from pipeline.evaluation.evaluate import (
 from pipeline.files.console import may_fail, say
 from pipeline.files.durable import write_text
 from pipeline.grpo.learner import Learner
+from pipeline.models.capabilities import enter_ends
 from pipeline.preflight.check import check_and_prepare
 from pipeline.preflight.prepare import Prepared
 from pipeline.rollout.rewards import load_reward_functions
@@ -225,6 +226,7 @@ def open_run(
     # The weights, and the state of a checkpoint, which must be of the same run.
     saved_state, model = load_start(config, parts.tokenizer, resumed, accelerator.device)
     refuse_other_weights(model, ranks)
+    enter_ends(model, parts.chat)
     if config.model.use_peft or (resumed is None and config.grpo.beta > 0):
         made_of |= weights_of(model, ranks)  # read again when the run is resumed
     origin = saved_state or origin_of_model(config)

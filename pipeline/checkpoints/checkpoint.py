@@ -35,6 +35,7 @@ from pipeline.errors import SHUTDOWN_TIMEOUT, MachineError
 from pipeline.files.console import say
 from pipeline.files.durable import sync, write_text
 from pipeline.models import lora
+from pipeline.models.model_files import write_for_transformers_4
 from pipeline.models.sampling_copy import has_adapters
 
 SavedState = dict[str, Any]  # the content of state.json
@@ -108,6 +109,7 @@ def save(
         else:
             model.save_pretrained(writing)
         tokenizer.save_pretrained(writing)
+        write_for_transformers_4(writing)
         if moments is not None:
             with (writing / WHOLE).open("wb") as file:  # torch.save(path) hides OSErrors
                 torch.save(moments, file)

@@ -18,7 +18,7 @@ from pipeline.files.console import command, may_fail
 from pipeline.files.durable import sync
 from pipeline.files.layout import ADAPTER_CONFIG
 from pipeline.files.untrusted import reason_of
-from pipeline.models.model_files import HUB_ID
+from pipeline.models.model_files import HUB_ID, read_json, write_for_transformers_4
 from pipeline.tracking.run_files import load_run
 
 OF_THE_RUN = ("optimizer.pt", "moments/", "state.json")  # what is no part of a model
@@ -42,13 +42,20 @@ def export(
         names = [name for name in manifest["files"] if not name.startswith(OF_THE_RUN)]
         base = base_of(checkpoint) if checkpoint.is_adapter and not merge else None
         if checkpoint.is_adapter and merge:
+            from transformers.utils import GENERATION_CONFIG_NAME
+
             from pipeline.models.loading import load_folder
 
-            load_folder(checkpoint.path, checkpoint.config.model).save_pretrained(folder)
+            merged = load_folder(checkpoint.path, checkpoint.config.model)
+            if GENERATION_CONFIG_NAME in names:  # older checkpoints of adapters have none
+                ends = read_json(checkpoint.path / GENERATION_CONFIG_NAME).get("eos_token_id")
+                merged.config.eos_token_id = ends
+            merged.save_pretrained(folder)
             names = [name for name in names if not name.startswith("adapter_")]
         for name in names:
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(checkpoint.path / name, folder / name)
+        write_for_transformers_4(folder)  # of old checkpoints and merged models
         # The checkpoint's entry may be the place from which the run was moved.
         if base is not None:
             path = folder / ADAPTER_CONFIG

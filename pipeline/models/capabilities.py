@@ -111,3 +111,10 @@ def other_stops(model: Any, chat: Chat) -> list[int]:
         raise UserError(f"{what}; write an id or a list of ids")
     known = set(chat.tokenizer.get_vocab().values())
     return sorted(known.intersection([*ids, chat.tokenizer.eos_token_id]) - {chat.end_of_turn_id})
+
+
+def enter_ends(model: Any, chat: Chat) -> None:
+    """Enter the ids that end a message in the model's configurations, which checkpoints hold."""
+    ends = [chat.end_of_turn_id, *other_stops(model, chat)]
+    for config in (model.config, model.generation_config):
+        config.eos_token_id = ends if len(ends) > 1 else ends[0]

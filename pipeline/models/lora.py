@@ -188,6 +188,7 @@ def save(model: PeftModel, folder: Path, trained: Mapping[str, torch.Tensor] | N
     `trained` has the whole parameters of a sharded model's adapters.
     """
     model.save_pretrained(str(folder), save_embedding_layers=False, state_dict=trained)
+    base_model(model).generation_config.save_pretrained(folder)  # what ends a message
     (folder / "README.md").unlink(missing_ok=True)  # PEFT writes an empty model card.
 
 

@@ -1,5 +1,6 @@
-"""Checks of a model's name and JSON files. This module imports no torch."""
+"""A model's name and JSON files. This module imports no torch."""
 
+import json
 import os
 import re
 from pathlib import Path
@@ -61,3 +62,31 @@ def read_json(path: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         reason = one_line(str(error))
     raise UserError(f"model: {path} cannot be read as JSON ({reason}); copy it again")
+
+
+def write_for_transformers_4(folder: Path) -> None:
+    """Add to a folder of `save_pretrained` what transformers 4 reads there instead of other names.
+
+    Without it, version 4 refuses the tokenizer, and takes a default as the base of rotary
+    embeddings.
+    """
+    path = folder / "tokenizer_config.json"
+    content = read_json(path)
+    if content.get("tokenizer_class") == "TokenizersBackend":
+        content["tokenizer_class"] = "PreTrainedTokenizerFast"
+    if isinstance(content.get("extra_special_tokens"), list):
+        content["additional_special_tokens"] = content.pop("extra_special_tokens")
+    _write_json(path, content)
+    path = folder / "config.json"  # a folder of adapters has none
+    rope = path.is_file() and (content := read_json(path)).get("rope_parameters")
+    if rope and "rope_theta" in rope:  # else each kind of layer has its own
+        names = rope.keys() & {"rope_theta", "partial_rotary_factor"}
+        content |= {name: rope[name] for name in names}
+        if rope.get("rope_type", "default") != "default":
+            content["rope_scaling"] = {n: rope[n] for n in rope if n not in names}
+        _write_json(path, content)
+
+
+def _write_json(path: Path, content: Any) -> None:
+    text = json.dumps(content, indent=2, sort_keys=True, ensure_ascii=False)
+    path.write_text(text + "\n", encoding="utf-8")

@@ -54,6 +54,8 @@ def made(folder: Path, name: str) -> None:
     if name == "without a template":
         ends = ["<|im_end|>", "<|endoftext|>"]
         model.generation_config.eos_token_id = tokenizer.convert_tokens_to_ids(ends)
+    if name == "without tools":  # as a base model ends texts
+        model.generation_config.eos_token_id = tokenizer.convert_tokens_to_ids("<|endoftext|>")
     model.save_pretrained(folder / "model")
     tokenizer.save_pretrained(folder / "model")
     rows = [{"prompt": f"{a} + {b} =", "answer": str(a + b)} for a in range(4) for b in range(4)]
@@ -98,6 +100,9 @@ def test_a_model_of_others_serves_airline(name, tmp_path):
     assert ("block of tools" in said) == (name == "without tools")
     if name == "without tools":
         serving = AutoTokenizer.from_pretrained(folder)
+        ends = serving.convert_tokens_to_ids(["<|im_end|>", "<|endoftext|>"])
+        for file in ("config.json", "generation_config.json"):
+            assert json.loads((folder / file).read_text())["eos_token_id"] == ends
         tools = tool_schemas(load_domains(Config())["airline"].environment)
         served = serving.apply_chat_template(ASKED, tools=tools, tokenize=False)
         assert "\nget_reservation(reservation)" in served

@@ -71,6 +71,8 @@ def test_an_exported_folder_is_loaded_with_the_weights_of_the_checkpoint(tmp_pat
     for name, tensor in load_file(STEP / "model.safetensors").items():
         assert torch.equal(named[name], tensor)
     tokenizer = AutoTokenizer.from_pretrained(out)
+    named = json.loads((out / "tokenizer_config.json").read_text())["tokenizer_class"]
+    assert named == "PreTrainedTokenizerFast"  # transformers 4 knows it
     request = [{"role": "user", "content": "hello"}]
     assert "user\nhello" in tokenizer.apply_chat_template(request, tokenize=False)
     assert list(out.parent.iterdir()) == [out]
@@ -85,6 +87,7 @@ def test_adapters_stay_adapters_or_are_merged(tmp_path):
     model = lora.attach(load_folder(base, config.model), config.model, "/elsewhere/warm-start", 1)
     for tensor in lora.adapters_of(model).values():
         torch.nn.init.normal_(tensor, std=0.1)
+    model.get_base_model().generation_config.eos_token_id = [2, 1]  # what ended messages
     save(run / "checkpoints", "step-000002", model, tokenizer, {"step": 2})
     text = text_of(run, tmp_path / "adapters")
     assert "library_name: peft" in text
@@ -92,6 +95,8 @@ def test_adapters_stay_adapters_or_are_merged(tmp_path):
     assert content["base_model_name_or_path"] == str(base)  # and not where the run was before
     assert "library_name: transformers" in text_of(run, tmp_path / "whole", "--merge")
     assert not list((tmp_path / "whole").glob("adapter*"))
+    for name in ("config.json", "generation_config.json"):
+        assert json.loads((tmp_path / "whole" / name).read_text())["eos_token_id"] == [2, 1]
     ids, logits = torch.arange(12)[None], []
     for name in ("adapters", "whole"):
         loaded = AutoModelForCausalLM.from_pretrained(tmp_path / name, dtype=torch.float32)
