@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from pipeline.chat.template import Chat
 from pipeline.config.cli import Parser, seed_of
@@ -26,7 +26,9 @@ from pipeline.export.folder import base_of, export, is_portable, upload_exported
 from pipeline.files.console import command
 from pipeline.files.hub import check_upload
 from pipeline.files.untrusted import printable, reason_of
+from pipeline.models.gguf import set_split
 from pipeline.models.lora import quiet
+from pipeline.models.model_files import write_for_transformers_4
 from pipeline.models.tiny import tiny_model, tiny_tokenizer
 from pipeline.sft import encode
 
@@ -94,8 +96,11 @@ def convert(argv: list[str]) -> int:
     with written_whole(options.out) as writing, quiet():
         try:
             source = {"pretrained_model_name_or_path": file.parent, "gguf_file": file.name}
-            tokenizer: Any = AutoTokenizer.from_pretrained(**source)
+            tokenizer: Any = PreTrainedTokenizerFast.from_pretrained(**source)
+            set_split(tokenizer, file)
             quantized = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
+        except UserError:
+            raise
         except Exception as error:  # transformers raises all kinds of errors for other files
             raise UserError(f"convert: {file} cannot be read ({reason_of(error)})") from None
         # transformers refuses to save a model that was quantized, so a new one takes its weights.
@@ -105,6 +110,7 @@ def convert(argv: list[str]) -> int:
         model.tie_weights()
         model.save_pretrained(writing)
         tokenizer.save_pretrained(writing)
+        write_for_transformers_4(writing)
     print(f"{options.out}: {model.num_parameters() / 1e6:,.0f} M weights of {file}")
     print(f"train it: {command('train')} --model {options.out}")
     return 0
@@ -147,6 +153,7 @@ def make_tiny(argv: list[str]) -> int:
     with written_whole(options.out) as writing, quiet():
         model.save_pretrained(writing)
         tokenizer.save_pretrained(writing)
+        write_for_transformers_4(writing)
     print(f"{options.out}: {model.num_parameters() / 1e6:.2f} M random parameters")
     told = ", ".join(tool["function"]["name"] for tool in tools) or "none"
     print(printable(f"tools: {told}; {len(words) - len(names)} frequent texts are tokens"))

@@ -8,7 +8,13 @@ from typing import Any
 
 import torch
 from accelerate.utils import parse_flag_from_env
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedTokenizerFast,
+)
+from transformers.tokenization_utils_base import FULL_TOKENIZER_FILE
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, cached_file
 
 from pipeline.config.settings import Config, ModelSettings
@@ -64,12 +70,37 @@ def load_tokenizer(settings: ModelSettings, domains: Iterable[Domain] = ()) -> A
     """
     if settings.model == "tiny":
         return tiny_tokenizer(domains)
-    tokenizer = _from_files(AutoTokenizer.from_pretrained, settings.model, "tokenizer", settings)
+    tokenizer = _from_files(_tokenizer_of_files, settings.model, "tokenizer", settings)
     most = tokenizer.model_max_length
     if type(most) not in (int, float) or not most >= 0:
         got = f"model_max_length {shown(most)} in its tokenizer_config.json"
         raise UserError(f"model: {settings.model} has the {got}; give a number, or take it out")
     return tokenizer
+
+
+def _tokenizer_of_files(name: str, **options: Any) -> Any:
+    """Load a tokenizer that does what its tokenizer.json says, if there is this file.
+
+    Most classes of transformers take only the vocabulary of the file, and split text in a way of
+    their own.
+    """
+    tokenizer: Any = AutoTokenizer.from_pretrained(name, **options)
+    kind = type(tokenizer)
+    is_rebuilt = issubclass(kind, PreTrainedTokenizerFast) and kind is not PreTrainedTokenizerFast
+    file = cached_file(
+        name,
+        FULL_TOKENIZER_FILE,
+        local_files_only=options["local_files_only"],
+        _raise_exceptions_for_missing_entries=False,
+        _raise_exceptions_for_connection_errors=False,
+    )
+    if not is_rebuilt or not kind.__module__.startswith("transformers.") or file is None:
+        return tokenizer
+    own: Any = PreTrainedTokenizerFast.from_pretrained(name, **options)
+    for token in ("bos_token", "eos_token", "pad_token"):  # some classes have a default
+        if getattr(own, token) is None and getattr(tokenizer, token) in own.get_vocab():
+            setattr(own, token, getattr(tokenizer, token))
+    return own
 
 
 def load_model(

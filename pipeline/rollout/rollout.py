@@ -248,7 +248,9 @@ class SamplerPolicy:
         if sampled.finished and sampled.ids[-1] != self.chat.end_of_turn_id:
             stopped_by = self.chat.tokenizer.decode(sampled.ids[-1:])
         if conversation.is_text:
-            text = self.chat.tokenizer.decode(sampled.ids, skip_special_tokens=True)
+            text = self.chat.tokenizer.decode(
+                sampled.ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
+            )
             parsed = Parsed(content=text)
         else:
             parsed = self.chat.parse(sampled.ids, conversation.schemas, sampled.finished)

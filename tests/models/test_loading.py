@@ -5,6 +5,7 @@ import json
 import numpy as np
 import pytest
 import torch
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import MistralConfig, MistralForCausalLM
 
 from pipeline.checkpoints.resume import load_start
@@ -42,6 +43,90 @@ def test_a_wrong_model_max_length_is_refused_by_name(tmp_path, most):
 @pytest.mark.parametrize("most", [None, 512, 1e30, 10**40])
 def test_a_model_max_length_may_be_any_number_or_null(tmp_path, most):
     assert load_tokenizer(with_max_length(tmp_path, most))("a")["input_ids"]
+
+
+ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
+PIECES = [*ALPHABET, "ĠĠ", "ĠĠĠĠ", "10", "tt"]
+MERGES = [("Ġ", "Ġ"), ("ĠĠ", "ĠĠ"), ("1", "0"), ("t", "t")]
+
+
+def own_split(**parts) -> Tokenizer:
+    """A byte-level tokenizer; `parts` replace its pre-tokenizer or its normalizer."""
+    model = models.BPE(vocab={piece: n for n, piece in enumerate(PIECES)}, merges=MERGES)
+    made = Tokenizer(model)
+    made.decoder = decoders.ByteLevel()
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    for name, part in parts.items():
+        setattr(made, name, part)
+    made.add_special_tokens(["<|endoftext|>", "<|im_end|>"])
+    return made
+
+
+DIGITS = pre_tokenizers.Sequence(
+    [
+        pre_tokenizers.Digits(individual_digits=True),
+        pre_tokenizers.ByteLevel(add_prefix_space=False),
+    ]
+)
+LINES = pre_tokenizers.Sequence(
+    [
+        pre_tokenizers.Split(Regex(r"\n|[^\n]+"), "isolated"),
+        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+    ]
+)
+
+
+@pytest.mark.parametrize(
+    ("parts", "tokens"),
+    [
+        ({"pre_tokenizer": DIGITS}, ["tt", "Ċ", "ĠĠĠĠ", "1", "0"]),
+        ({"pre_tokenizer": LINES}, ["tt", "Ċ", "ĠĠĠĠ", "10"]),
+        ({"normalizer": normalizers.Replace("t", "1")}, ["1", "1", "Ċ", "ĠĠ", "Ġ", "Ġ", "10"]),
+        ({}, ["tt", "Ċ", "ĠĠ", "Ġ", "Ġ", "10"]),
+    ],
+)
+@pytest.mark.parametrize(
+    ("name", "model_type"),
+    [
+        ("GPT2Tokenizer", "gpt2"),
+        ("GPT2TokenizerFast", "llama"),
+        ("LlamaTokenizer", "llama"),
+        ("LlamaTokenizerFast", "mistral"),
+        ("Qwen2Tokenizer", "qwen2"),
+        ("GPTNeoXTokenizerFast", "gpt_neox"),
+        ("CohereTokenizer", "cohere"),
+        (None, "qwen3"),
+    ],
+)
+def test_a_folder_keeps_the_split_of_its_own_tokenizer(tmp_path, name, model_type, parts, tokens):
+    own_split(**parts).save(str(tmp_path / "tokenizer.json"))
+    config = {"tokenizer_class": name, "chat_template": "{{ messages }}"} if name else {}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
+    loaded = load_tokenizer(ModelSettings(model=str(tmp_path)))
+    assert loaded.tokenize("tt\n    10") == tokens
+    assert len(loaded) == len(PIECES) + 2  # no tokens of a class of transformers
+    assert loaded.chat_template == config.get("chat_template")
+
+
+def test_a_tokenizer_keeps_what_its_configuration_and_its_class_add(tmp_path):
+    own_split(pre_tokenizer=DIGITS).save(str(tmp_path / "tokenizer.json"))
+    added = {str(len(PIECES) + 2): {"content": "<think>", "special": False}}
+    added[str(len(PIECES) + 2)] |= dict.fromkeys(("lstrip", "rstrip", "normalized"), False)
+    config = {"tokenizer_class": "GPT2Tokenizer", "added_tokens_decoder": added}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
+    loaded = load_tokenizer(ModelSettings(model=str(tmp_path)))
+    assert loaded.tokenize("    1<think>10") == ["ĠĠĠĠ", "1", "<think>", "1", "0"]
+    assert loaded.eos_token == "<|endoftext|>"  # the class's own
+
+
+def test_without_a_tokenizer_json_the_class_splits(tmp_path):
+    own_split().model.save(str(tmp_path))  # vocab.json and merges.txt
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "GPT2Tokenizer"}')
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
+    loaded = load_tokenizer(ModelSettings(model=str(tmp_path)))
+    assert loaded.tokenize("tt\n    10") == ["tt", "Ċ", "ĠĠ", "Ġ", "Ġ", "10"]
 
 
 def sampler_of(model, temperature=1.0, dtype=torch.float32) -> RowSampler:
