@@ -101,7 +101,7 @@ class Run:
     )  # episodes of the stage, of this rank
     latest_rewards: dict[str, float] = field(default_factory=dict)  # latest mean rewards, by domain
     num_unscored_steps: int = 0  # in a row
-    warned_of_gap: bool = False
+    warned_of: set[str] = field(default_factory=set)  # metrics of the sampler, once each
     warned_of_names: set[str] = field(default_factory=set)  # of `log_metric`
 
     on_batch: Hook = lambda *_: None

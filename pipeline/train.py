@@ -6,6 +6,7 @@ functions that it calls follow in the order of its calls. `run_state.py` has the
 
 import gc
 import json
+import math
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, closing, nullcontext
@@ -50,6 +51,8 @@ from pipeline.tracking.step_metrics import Meter, over_iterations, rollout_metri
 # tokens reach 0.5, and 10 times those in fp32 (docs/results/real_models.md).
 GAP_BF16 = 0.1
 GAP_FP32 = 1e-4
+GAP_CORRECTED = 0.3  # with the correction of the sampler, in every precision
+LEAST_RATIO = 0.1  # of trainer to sampler, in the mean: below, the correction leaves too little
 UNSCORED_STEPS = 3  # steps in a row without any reward that end a run
 
 
@@ -195,15 +198,30 @@ def update(run: Run, stage: Stage, batch: RolloutBatch) -> dict[str, float]:
         ]
         run.learner.sync_weights()
     statistics = over_iterations(found)
-    gap = statistics.get("train/sampling_logp_difference_mean", 0.0)
-    default = GAP_BF16 if run.accelerator.mixed_precision == "bf16" else GAP_FP32
-    limit = settings.max_sampling_logp_difference or default
-    if gap > limit and not run.warned_of_gap and not run.config.corrects_sampling:
-        name = "max_sampling_logp_difference"
-        where = f"warning: step {step + 1}: train/sampling_logp_difference_mean"
-        run.say(f"{where} is {gap:.2g} and above {name} {limit:g}")
-        run.warned_of_gap = True
+    warn_of_disagreement(run, f"warning: step {step + 1}:", statistics)
     return statistics
+
+
+def warn_of_disagreement(run: Run, where: str, statistics: Mapping[str, float]) -> None:
+    """Warn once if sampler and training disagree, and once if the correction spoils the update."""
+    settings = run.config.grpo
+    default = GAP_BF16 if run.accelerator.mixed_precision == "bf16" else GAP_FP32
+    default = GAP_CORRECTED if run.config.corrects_sampling else default
+    limit = settings.max_sampling_logp_difference or default
+    gap = statistics.get("train/sampling_logp_difference_mean", 0.0)
+    ratio = statistics.get("train/importance_sampling_ratio_mean", 1.0)
+    above = f"and above max_sampling_logp_difference {limit:g}"
+    useless = (
+        "and about 1 is right: the correction of the sampler leaves nothing useful of this update; "
+        "set mixed_precision no, or sampler own"
+    )
+    for name, value, is_right, why in (
+        ("sampling_logp_difference_mean", gap, gap <= limit, above),
+        ("importance_sampling_ratio_mean", ratio, LEAST_RATIO <= ratio < math.inf, useless),
+    ):
+        if not is_right and name not in run.warned_of:
+            run.say(f"{where} train/{name} is {value:.2g} {why}")
+            run.warned_of.add(name)
 
 
 def record(

@@ -296,7 +296,9 @@ class GRPOSettings(Section):
     max_resample_times: PositiveInt = field(3, "rounds of dynamic sampling per step")
     permute_rewards: bool = field(False, "control experiment: permute rewards within a step")
     max_sampling_logp_difference: PositiveFloat | None = field(
-        None, "largest mean difference without a warning, nats; null: 1e-4 in fp32, 0.1 in bf16"
+        None,
+        "largest mean difference without a warning, nats; null: 1e-4 in fp32, 0.1 in bf16, "
+        "0.3 with the correction",
     )
 
     @property

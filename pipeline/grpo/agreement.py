@@ -16,7 +16,7 @@ from pipeline.config.settings import Config
 from pipeline.data.rng import stream_key
 from pipeline.distributed.ranks import Ranks
 from pipeline.distributed.sharding import computed, fill
-from pipeline.errors import UserError
+from pipeline.errors import RunError, UserError
 from pipeline.files.untrusted import reason_of
 from pipeline.grpo.micro_batches import make_micro_batches
 from pipeline.grpo.token_logprobs import TokenLogprobs
@@ -62,13 +62,14 @@ def refuse_disagreement(
         "use_peft": config.model.use_peft,
     }
     remedies = [f"set {name} false" for name, is_on in settings.items() if is_on]
+    remedies += ["set sampler own"] if config.rollout.sampler == "vllm" else []
     remedy = " or ".join([*remedies, "use another model"])
     name = f"model: got {type(base_model(module.model)).__name__}"
     try:
         with _active_adapters(module.model, sampler, config):
             found = _differences(sampler, module, accelerator, config, prompt)
         unused = _unused_adapters(module.model, prompt)
-    except (UserError, MemoryError, torch.OutOfMemoryError):
+    except (UserError, RunError, MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as error:  # The code of a model may raise any exception.
         raise UserError(
@@ -199,4 +200,4 @@ def _active_adapters(model: Any, sampler: Sampler, config: Config) -> Iterator[N
     finally:
         for parameter, values in zip(adapters, before, strict=True):
             parameter.copy_(values)
-        sampler.load_weights(trained_weights(model))
+    sampler.load_weights(trained_weights(model))

@@ -5,6 +5,11 @@ conversation's key and on the number of tokens that the conversation has drawn. 
 depend neither on the batch nor on the number of ranks, apart from rounding. vLLM's prefix cache
 carries a conversation from message to message.
 
+As with the other samplers, log-probabilities are of all tokens at the sampling temperature,
+whatever `top_k` and `top_p` leave. vLLM has none of this kind: its raw ones ignore the temperature,
+and its processed ones are of the tokens that are left. vLLM's model therefore divides its own
+logits by the temperature, and its sampler gets the temperature 1.
+
 Weights travel inside the process. A plain model gives every parameter; a model with LoRA gives its
 base once, when the engine starts, and then its adapters, which vLLM multiplies beside the base.
 """
@@ -14,10 +19,12 @@ import os
 import tempfile
 import warnings
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
+from operator import index
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +34,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from pipeline.config.settings import RolloutSettings
 from pipeline.data.rng import stream_key
-from pipeline.errors import EngineError, UserError
+from pipeline.errors import EngineError, RunError, UserError
 from pipeline.files.untrusted import reason_of, shown
 from pipeline.models.lora import base_model
 from pipeline.models.rank_memory import give_memory_back, is_out_of_memory, memory_of_rank
@@ -71,8 +78,10 @@ class VLLMSampler:
         self.num_tokens = 0
         self.num_padded_tokens = 0
         self._settings = settings
+        self._temperature = settings.temperature  # of the logits
         self._stops = list(stops)
-        self._asking: dict[str, VLLMConversation] = {}  # by the name of the request
+        # By the name of the request; None asks for log-probabilities.
+        self._asking: dict[str, VLLMConversation | None] = {}
         self._num_requests = 0
         self._adapter_config = model.peft_config["default"] if has_adapters(model) else None
         self._adapter: Any = None  # vLLM's request for the present adapters
@@ -85,6 +94,7 @@ class VLLMSampler:
             for name, parameter in plain.named_parameters()
             if parameter is plain.get_input_embeddings().weight
         )
+        self._vocab_size = len(plain.get_input_embeddings().weight)
         self._is_tied = plain.get_output_embeddings().weight is plain.get_input_embeddings().weight
         self._plain = plain
         fused = [n for n, shape in self._shapes.items() if ".experts." in n and len(shape) == 3]
@@ -94,6 +104,7 @@ class VLLMSampler:
             )
         self._vllm = _library()
         self._engine: Any = self._started(plain, dtype)
+        self._engine.apply_model(self._divide_logits)
 
     # The engine
 
@@ -116,7 +127,7 @@ class VLLMSampler:
                 # An engine beside other ranks' joins their process group and computes alone.
                 distributed_executor_backend="external_launcher" if "RANK" in os.environ else "uni",
                 enable_prefix_caching=True,
-                logprobs_mode="processed_logprobs",
+                logprobs_mode="raw_logprobs",
                 generation_config="vllm",  # none of the model's own sampling settings
                 disable_log_stats=True,
                 **self._of_device(),
@@ -132,6 +143,16 @@ class VLLMSampler:
                     f"sampler: vLLM does not start with {architecture} ({reason_of(error)}); "
                     f"{remedy}"
                 ) from None
+
+    def _divide_logits(self, model: Any) -> None:
+        """Let vLLM's model divide its logits by `self._temperature`."""
+        compute = model.compute_logits
+
+        def compute_logits(*arguments: Any, **named: Any) -> torch.Tensor:
+            logits: torch.Tensor = compute(*arguments, **named)
+            return logits if self._temperature == 1 else logits.float() / self._temperature
+
+        model.compute_logits = compute_logits
 
     def _of_device(self) -> dict[str, Any]:
         if not self._is_on_cpu:
@@ -156,9 +177,10 @@ class VLLMSampler:
 
     def rest(self) -> None:
         """See `Sampler.rest`. On a CPU, the engine keeps its memory."""
-        if not self._is_on_cpu and not self._engine.is_sleeping():
-            # Level 2 forgets the weights, and adapters alone would not bring the base back.
-            self._engine.sleep(level=2 if self._adapter_config is None else 1)
+        with _engine_errors():
+            if not self._is_on_cpu and not self._engine.is_sleeping():
+                # Level 2 forgets the weights, and adapters alone would not bring the base back.
+                self._engine.sleep(level=2 if self._adapter_config is None else 1)
 
     def end(self) -> None:
         """See `Sampler.end`. An engine that outlives the process group fails as it ends."""
@@ -171,17 +193,21 @@ class VLLMSampler:
     def load_weights(self, weights: Weights) -> None:
         """See `Sampler.load_weights`. The engine gets copies, for vLLM scales adapters in place."""
         weights = complete(weights, self._shapes)
-        is_asleep = not self._is_on_cpu and self._engine.is_sleeping()
-        if is_asleep:
-            self._engine.wake_up(["weights"])
         if self._adapter_config is None:
-            named = as_in_files(self._plain, self._with_head(weights))
-            self._engine.collective_rpc("reload_weights", kwargs={"weights_iterator": named})
-        else:
-            self._load_adapters(dict(weights))
-        if is_asleep:
-            self._engine.wake_up(["kv_cache"])
-        self._engine.reset_prefix_cache()
+            weights = as_in_files(self._plain, self._with_head(weights))
+        given = dict(weights)
+        with _engine_errors():
+            is_asleep = not self._is_on_cpu and self._engine.is_sleeping()
+            if is_asleep:
+                self._engine.wake_up(["weights"])
+            if self._adapter_config is None:
+                iterator = {"weights_iterator": iter(given.items())}
+                self._engine.collective_rpc("reload_weights", kwargs=iterator)
+            else:
+                self._load_adapters(given)
+            if is_asleep:
+                self._engine.wake_up(["kv_cache"])
+            self._engine.reset_prefix_cache()
 
     def _with_head(self, weights: Weights) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the weights, those of a tied output layer twice.
@@ -208,19 +234,22 @@ class VLLMSampler:
             self._engine.add_lora(self._adapter)
 
     def logprobs(self, ids: list[int]) -> torch.Tensor:
-        """See `Sampler.logprobs`."""
+        """See `Sampler.logprobs`. No message may be half sampled."""
+        assert not self._asking, "a message would go on at temperature 1"
         wanted = self._vllm.SamplingParams(
             max_tokens=1, prompt_logprobs=0, detokenize=False, temperature=0.0
         )
         before = self.num_tokens, self.num_padded_tokens
-        self._ask(ids, wanted)
+        self._temperature = 1.0
+        self._asking[self._ask(ids, wanted)] = None
         found = list[Any]()
         while not found:
             found = self._step()
+        self._temperature = self._settings.temperature
         self.num_tokens, self.num_padded_tokens = before
-        (output,) = found
-        pairs = zip(output.prompt_logprobs[1:], ids[1:], strict=True)
-        return torch.tensor([of_token[token].logprob for of_token, token in pairs])
+        with _engine_errors(is_reply=True):
+            (output,) = found
+            return torch.tensor(_logprobs_of(ids[1:], output.prompt_logprobs[1:]))
 
     # Conversations
 
@@ -235,8 +264,9 @@ class VLLMSampler:
 
     def close(self, conversation: VLLMConversation) -> None:
         if conversation.request:
-            self._engine.abort_request([conversation.request])
-            del self._asking[conversation.request]
+            with _engine_errors():
+                self._engine.abort_request([conversation.request])
+            self._asking.pop(conversation.request, None)  # after a wrong reply, it is gone
             conversation.request = ""
 
     def sample(
@@ -246,10 +276,7 @@ class VLLMSampler:
         greedy: bool = False,
         until: int | None = None,
     ) -> list[Sampled | None]:
-        """See `Sampler.sample`. With `top_k` or `top_p`, log-probabilities are of what they keep.
-
-        Raises EngineError if the engine fails.
-        """
+        """See `Sampler.sample`. Raises EngineError if the engine fails."""
         for conversation, room in zip(conversations, max_tokens, strict=True):
             if not conversation.request and conversation.message is None:
                 wanted = self._wanted(conversation, room, greedy)
@@ -270,7 +297,7 @@ class VLLMSampler:
         settings = self._settings
         seed = stream_key("vllm", conversation.key, conversation.num_sampled) >> 1
         return self._vllm.SamplingParams(
-            temperature=0.0 if greedy else settings.temperature,
+            temperature=0.0 if greedy else 1.0,  # the model divides its logits
             top_k=0 if greedy else settings.top_k,
             top_p=1.0 if greedy else settings.top_p,
             seed=None if greedy else seed,
@@ -286,38 +313,59 @@ class VLLMSampler:
         self._num_requests += 1
         name = str(self._num_requests)
         prompt = {"prompt_token_ids": list(ids)}
-        self._engine.add_request(name, prompt, wanted, lora_request=self._adapter)
+        with _engine_errors():
+            self._engine.add_request(name, prompt, wanted, lora_request=self._adapter)
         return name
 
     def _step(self) -> list[Any]:
         """Let the engine compute one pass; return what is complete and no conversation's."""
-        try:
+        with _engine_errors():
             outputs = [output for output in self._engine.step() if output.finished]
-        except Exception as error:
-            if is_out_of_memory(error):
-                raise
-            raise EngineError(f"vLLM's engine failed: {reason_of(error)}") from error
-        others = []
-        for output in outputs:
-            (completion,) = output.outputs
-            ids = list(completion.token_ids)
-            computed = len(output.prompt_token_ids) - (output.num_cached_tokens or 0)
-            self.num_tokens += computed + len(ids) - 1
-            self.num_padded_tokens += computed + len(ids) - 1
-            conversation = self._asking.pop(output.request_id, None)
-            if conversation is None:
-                others.append(output)
-                continue
-            if completion.finish_reason not in ("stop", "length"):
-                raise EngineError(f"vLLM ended a message with {shown(completion.finish_reason)}")
-            pairs = zip(completion.logprobs, ids, strict=True)
-            conversation.request = ""
-            conversation.message = Sampled(
-                ids=ids,
-                logprobs=[of_token[token].logprob for of_token, token in pairs],
-                finished=ids[-1] in self._stops,
+        with _engine_errors(is_reply=True):
+            return [output for output in outputs if not self._take(output)]
+
+    def _take(self, output: Any) -> bool:
+        """Return True if a conversation has asked for the output, and give it to it."""
+        (completion,) = output.outputs
+        ids = [index(token) for token in completion.token_ids]
+        computed = len(output.prompt_token_ids) - (output.num_cached_tokens or 0)
+        self.num_tokens += computed + len(ids) - 1
+        self.num_padded_tokens += computed + len(ids) - 1
+        conversation = self._asking.pop(output.request_id)
+        if conversation is None:
+            return False
+        if completion.finish_reason not in ("stop", "length"):
+            raise EngineError(f"vLLM ended a message with {shown(completion.finish_reason)}")
+        if wrong := [token for token in ids if not 0 <= token < self._vocab_size]:
+            raise EngineError(
+                f"vLLM sampled the token {wrong[0]}, and the vocabulary ends at {self._vocab_size}"
             )
-        return others
+        conversation.request = ""
+        conversation.message = Sampled(
+            ids=ids,
+            logprobs=_logprobs_of(ids, completion.logprobs),
+            finished=ids[-1] in self._stops,
+        )
+        return True
+
+
+def _logprobs_of(ids: Sequence[int], found: Sequence[Any]) -> list[float]:
+    """Return the log-probability of each token, of vLLM's table for each position."""
+    return [float(of_token[token].logprob) for token, of_token in zip(ids, found, strict=True)]
+
+
+@contextmanager
+def _engine_errors(*, is_reply: bool = False) -> Iterator[None]:
+    """Turn exceptions of the engine, or those that its reply causes, into EngineError."""
+    try:
+        yield
+    except RunError:
+        raise
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise
+        what = f"replied in another form: {type(error).__name__}" if is_reply else "failed"
+        raise EngineError(f"vLLM's engine {what}: {reason_of(error)}") from error
 
 
 def refuse_missing() -> None:

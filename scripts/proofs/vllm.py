@@ -7,6 +7,8 @@
   those of the trainer. The distance from the trainer, relative to the update's own change, must
   be at most 1 % with LoRA. Then each kind of weight is left out in turn, adapters are scaled twice,
   and one projection is missing: the probe must find each.
+- fewer: with top_k, top_p and other temperatures, vLLM's log-probabilities are of all tokens, as
+  the trainer's are.
 - cache: conversations of two messages in an engine whose cache has room for few, which makes
   vLLM preempt some, have the tokens that they have with room for all and alone.
 - ranks: 30 steps over three stages on 1 rank, on 2 ranks, and on 2 ranks of which one is killed and
@@ -149,8 +151,8 @@ def synced(case: str, model: Any, chat: Chat, count: int) -> Iterator[tuple[str,
     yield f"{case}: faults that the probe misses {missed or ''}", len(missed), not missed
 
 
-def engine(model: Any, chat: Chat) -> VLLMSampler:
-    limits = RolloutSettings(sampler="vllm", max_tokens=128, vllm_memory=0.1)
+def engine(model: Any, chat: Chat, **sampling: Any) -> VLLMSampler:
+    limits = RolloutSettings(sampler="vllm", max_tokens=128, vllm_memory=0.1, **sampling)
     return VLLMSampler(model, limits, torch.float32, [chat.end_of_turn_id])
 
 
@@ -221,8 +223,8 @@ def said(sampler: VLLMSampler, key: int) -> tuple[list[int], torch.Tensor]:
 
 
 @torch.no_grad()
-def logprobs(model: Any, ids: list[int]) -> torch.Tensor:
-    logits = model(torch.tensor([PROMPT + ids])).logits[0, len(PROMPT) - 1 : -1]
+def logprobs(model: Any, ids: list[int], temperature: float = 1.0) -> torch.Tensor:
+    logits = model(torch.tensor([PROMPT + ids])).logits[0, len(PROMPT) - 1 : -1] / temperature
     return logits.log_softmax(-1).gather(-1, torch.tensor(ids)[:, None])[:, 0]
 
 
@@ -240,6 +242,36 @@ def with_weights(model: Any, other: dict[str, torch.Tensor]) -> None:
         mine = tensor.clone()
         tensor.copy_(other[name])
         other[name] = mine
+
+
+# Fewer tokens
+
+
+FEWER: list[dict[str, Any]] = [
+    *({"top_p": 0.9}, {"top_k": 5}, {"temperature": 1.5}),
+    {"top_p": 0.7, "top_k": 50, "temperature": 0.6},
+]
+
+
+def fewer(options: argparse.Namespace) -> Iterator[tuple[str, float, bool]]:
+    from transformers import AutoModelForCausalLM
+
+    chat = Chat(tiny_tokenizer())
+    config = shapes(len(chat.tokenizer))["Qwen3"]
+    for sampling in FEWER:
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+        sampler = engine(model, chat, **sampling)
+        largest = 0.0
+        for number in range(3):
+            move(model, number, 0.05)
+            sampler.load_weights(trained_weights(model))
+            sampler.logprobs(PROMPT)
+            ids, found = said(sampler, number)
+            expected = logprobs(model, ids, sampling.get("temperature", 1.0))
+            largest = max(largest, float((found - expected).abs().max()))
+        yield f"{sampling}: largest difference, nats", largest, largest <= GAP
+        sampler.end()
 
 
 # A cache that is too small
@@ -384,7 +416,7 @@ def products(model: Any, num_rows: int) -> float:
     return num_rows / median(times[1:])
 
 
-PARTS = {"syncs": syncs, "cache": cache, "ranks": ranks, "speed": speed}
+PARTS = {"syncs": syncs, "fewer": fewer, "cache": cache, "ranks": ranks, "speed": speed}
 
 if __name__ == "__main__":
     code = main(sys.argv[1:])

@@ -22,6 +22,7 @@ FLAGS = [
     *("--warm-start-steps", "2", "--warm-start-batch-size", "2", "--max-steps", "2"),
     *("--report-to", "none", "--no-drop-zero-std-groups", "--num-gpus", "2"),
     *("--sampler", "vllm", "--vllm-memory", "0.1", "--output-dir", "out"),
+    *("--top-p", "0.9", "--temperature", "1.2"),
 ]
 
 

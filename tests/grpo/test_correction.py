@@ -175,15 +175,15 @@ def test_with_an_exact_sampler_nothing_is_corrected():
     assert found[0][1][GAP + "mean"] != found[0][0][GAP + "mean"]  # of the policy now
 
 
-@pytest.mark.parametrize("corrects", [True, False])
-def test_a_step_tells_which_update_is_its_last_and_warns_of_a_gap_that_is_not_corrected(corrects):
-    config = config_of(vllm_importance_sampling_correction=corrects, learning_rate=1e-3)
-    seen, lines = [], []
+def step(gap, ratio, lines, corrects=True, **grpo):
+    """Statistics of a step of three updates; the first has the gap and the ratio."""
+    config = config_of(vllm_importance_sampling_correction=corrects, learning_rate=1e-3, **grpo)
+    seen = []
 
     def update_policy(*_, is_last):
         seen.append(is_last)
-        ratio = {f"{RATIO}mean": float(len(seen))} if corrects else {}
-        return {"train/skipped": 0.0, f"{GAP}mean": 0.5 * len(seen), **ratio}
+        of_ratio = {f"{RATIO}mean": ratio * len(seen)} if corrects else {}
+        return {"train/skipped": 0.0, f"{GAP}mean": gap * len(seen), **of_ratio}
 
     nothing = SimpleNamespace(rest=lambda: None)
     training = SimpleNamespace(
@@ -198,12 +198,51 @@ def test_a_step_tells_which_update_is_its_last_and_warns_of_a_gap_that_is_not_co
         ),
         accelerator=SimpleNamespace(mixed_precision="no"),
         say=lines.append,
-        warned_of_gap=False,
+        warned_of=set(),
     )
     stage = SimpleNamespace(name="airline", first_step=0, num_steps=10)
     batch = SimpleNamespace(trajectories=[], samples=[])
     statistics = update(training, stage, batch)
     assert seen == [False, False, True]
-    assert statistics[f"{GAP}mean"] == 0.5  # of the first update, as the ratios are
+    told = [*lines]
+    seen.clear()
+    update(training, stage, batch)
+    assert lines == told  # each line comes once
+    return statistics
+
+
+@pytest.mark.parametrize("corrects", [True, False])
+def test_a_step_tells_which_update_is_its_last_and_keeps_the_gap_of_the_first(corrects):
+    statistics = step(0.25, 1.0, [], corrects)
+    assert statistics[f"{GAP}mean"] == 0.25
     assert statistics.get(f"{RATIO}mean") == (1.0 if corrects else None)
-    assert [f"{GAP}mean is 0.5" in line for line in lines] == ([] if corrects else [True])
+
+
+NAN = float("nan")
+FAR = "train/sampling_logp_difference_mean is {} and above max_sampling_logp_difference {}"
+SPOILT = "train/importance_sampling_ratio_mean is {} and about 1 is right"
+
+
+@pytest.mark.parametrize(
+    ("corrects", "gap", "ratio", "limit", "expected"),
+    [
+        (False, 0.25, None, None, [FAR.format(0.25, "0.0001")]),
+        (True, 0.25, 0.2, None, []),
+        (True, 0.25, 1.0, 0.2, [FAR.format(0.25, 0.2)]),
+        (True, 5.8, 6e-16, None, [FAR.format(5.8, 0.3), SPOILT.format("6e-16")]),
+        (True, 5.8, 3.0, None, [FAR.format(5.8, 0.3)]),  # every ratio was truncated
+        (True, 0.1, 0.0, None, [SPOILT.format("0")]),  # every ratio was masked
+        (True, 0.1, 0.0999, None, [SPOILT.format("0.1")]),
+        (True, 0.1, float("inf"), None, [SPOILT.format("inf")]),
+        (True, NAN, NAN, None, [FAR.format("nan", 0.3), SPOILT.format("nan")]),
+        (False, NAN, None, None, [FAR.format("nan", "0.0001")]),
+    ],
+)
+def test_a_sampler_that_disagrees_or_a_correction_that_leaves_nothing_is_a_line(
+    corrects, gap, ratio, limit, expected
+):
+    lines = []
+    step(gap, ratio, lines, corrects, max_sampling_logp_difference=limit)
+    assert len(lines) == len(expected)
+    for line, part in zip(lines, expected, strict=True):
+        assert line.startswith(f"warning: step 1: {part}")

@@ -6,6 +6,7 @@ import re
 import sys
 from contextlib import nullcontext, suppress
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,20 +14,24 @@ from accelerate import Accelerator
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, MixtralConfig, Qwen3MoeConfig
 
-from pipeline.config.settings import ModelSettings, RolloutSettings
+from pipeline.config.settings import Config, ModelSettings, RolloutSettings
 from pipeline.connect import be_deterministic
-from pipeline.errors import RunError, UserError
+from pipeline.distributed.ranks import Ranks
+from pipeline.errors import EngineError, RunError, UserError
 from pipeline.grpo.learner import Probe
 from pipeline.grpo.token_logprobs import TokenLogprobs
+from pipeline.grpo.updater import Updater
 from pipeline.models import lora
 from pipeline.models.sampling_copy import trained_weights
 from pipeline.models.tiny import tiny_model
 from pipeline.rollout import vllm_sampler
 from pipeline.rollout.sampler import make_sampler
+from pipeline.rollout.trajectory import Trajectory
 from pipeline.rollout.vllm_sampler import VLLMSampler
 from tests.support import ROOT
 from tests.support.helpers import chat, tokenizer
 from tests.support.messages import says
+from tests.support.trial import trial
 from tests.support.warm import play
 
 STAND_IN = str(ROOT / "tests" / "support" / "vllm_stand_in")
@@ -148,6 +153,67 @@ def test_greedy_takes_the_likeliest_whatever_the_key_and_top_k_keeps_few():
     assert best.tolist() == greedy[0].ids
     firsts = {message(sampler, key, 1).ids[0] for key in range(30)}
     assert len(firsts) == 2
+
+
+FEWER = [
+    {"top_p": 0.6},
+    {"top_k": 3},
+    {"top_p": 0.9, "top_k": 20, "temperature": 1.7},
+    {"top_k": 1},
+]
+FEWER += [{"top_p": 0.95, "temperature": 0.4}, {"temperature": 2.5}]
+
+
+@pytest.mark.parametrize("given", FEWER, ids=str)
+@pytest.mark.parametrize("greedy", [False, True])
+def test_log_probabilities_are_of_all_tokens_whatever_top_k_and_top_p_leave(given, greedy):
+    model, sampler = made(**given)
+    own = make_sampler(model, chat(), settings(sampler="own", **given), torch.float32, False)
+    sampler.logprobs(PROMPT)  # which are at temperature 1
+    for key in range(4):
+        said = message(sampler, key, greedy=greedy)
+        expected = of_model(model, PROMPT, said.ids, given.get("temperature", 1.0))
+        assert torch.allclose(torch.tensor(said.logprobs), expected, atol=1e-5)
+        same = message(own, key, greedy=greedy)
+        expected = of_model(model, PROMPT, same.ids, given.get("temperature", 1.0))
+        assert torch.allclose(torch.tensor(same.logprobs), expected, atol=1e-5)
+
+
+def test_top_p_and_top_k_leave_the_likeliest_at_the_sampling_temperature():
+    model, sampler = made(top_p=0.5, top_k=150, temperature=3.0)
+    with torch.no_grad():
+        logits = model(torch.tensor([PROMPT])).logits[0, -1] / 3.0
+    likely, order = logits.softmax(-1).sort(descending=True)
+    before = likely[:150].cumsum(-1) - likely[:150]
+    left = order[:150][before < 0.5 * likely[:150].sum()].tolist()
+    drawn = [message(sampler, key, 1).ids[0] for key in range(60)]
+    assert 1 < len(left) < 150 and {*drawn} <= {*left}
+    assert len({*drawn}) > 20
+
+
+@pytest.mark.parametrize(
+    "mode", ["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
+)
+@pytest.mark.parametrize("given", [{"top_p": 0.6}, {"top_k": 3, "temperature": 1.7}], ids=str)
+def test_with_equal_weights_the_correction_changes_no_gradient(given, mode):
+    model, sampler = made(**given)
+    rows = [Trajectory(domain="", task_id="", prompt_ids=PROMPT) for _ in range(4)]
+    for key, row in enumerate(rows):
+        said = message(sampler, key, 24)
+        row.append(said.ids, said.logprobs)
+    found = []
+    for corrects in (True, False):
+        grpo = {"vllm_importance_sampling_mode": mode, "max_tokens_per_microbatch": 4096}
+        grpo["vllm_importance_sampling_correction"] = corrects
+        config = Config.model_validate({"grpo": grpo, "rollout": {"sampler": "vllm", **given}})
+        module = TokenLogprobs(model, config.rollout.temperature)
+        updater = Updater(Accelerator(), module, Ranks(0, 1, 60), config, 0)
+        found.append(updater.update_policy(rows, [1.0, -1.0, 0.5, -0.5], learning_rate=0.0))
+    corrected, plain = found
+    name = "train/importance_sampling_ratio_"
+    for kind in ("min", "mean", "max"):
+        assert corrected[name + kind] == pytest.approx(1, abs=1e-3)
+    assert corrected["train/grad_norm"] == pytest.approx(plain["train/grad_norm"], rel=1e-3)
 
 
 def test_an_aborted_message_leaves_nothing_and_counts_are_of_what_was_computed():
@@ -304,6 +370,82 @@ def test_an_engine_that_fails_ends_the_run_by_name(vllm, monkeypatch, fault, why
         message(sampler, 1)
 
 
+def change(reply, **changes):
+    """Change a whole message of the engine, not its answer to `logprobs`."""
+    (completion,) = reply.outputs
+    if reply.finished and reply.prompt_logprobs is None:
+        for name, value in changes.items():
+            of = reply if hasattr(reply, name) else completion
+            setattr(of, name, value(getattr(of, name)))
+
+
+WRONG = {
+    "no log-probabilities": {"logprobs": lambda x: None},
+    "too few log-probabilities": {"logprobs": lambda x: x[1:]},
+    "those of other tokens": {"logprobs": lambda x: [{-5: of[next(iter(of))]} for of in x]},
+    "numbers": {"logprobs": lambda x: [-0.5 for _ in x]},
+    "no number": {
+        "logprobs": lambda x: [{t: SimpleNamespace(logprob=None) for t in of} for of in x]
+    },
+    "no tokens": {"token_ids": lambda x: [], "logprobs": lambda x: []},
+    "tokens as text": {"token_ids": lambda x: [str(token) for token in x]},
+    "tokens as floats": {"token_ids": lambda x: [float(token) for token in x]},
+    "two messages": {"outputs": lambda x: x * 2},
+    "another request": {"request_id": lambda x: "of another"},
+    "no prompt": {"prompt_token_ids": lambda x: None},
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_a_reply_of_another_form_ends_the_run_by_name(vllm, monkeypatch, what):
+    _, sampler = made()
+    monkeypatch.setattr(vllm, "REPLIES", [partial(change, **WRONG[what])])
+    (conversation,) = sampler.open([PROMPT], [1])
+    with pytest.raises(EngineError, match=r"^vLLM's engine replied in another form: [^\n]+$"):
+        sampler.sample([conversation], [12])
+    with suppress(EngineError):
+        sampler.close(conversation)  # as a run does that ends
+
+
+@pytest.mark.parametrize("token", [-1, 100_000])
+def test_a_token_outside_the_vocabulary_ends_the_run_by_name(vllm, monkeypatch, token):
+    model, sampler = made()
+    size = model.config.vocab_size
+    found = {"logprobs": lambda x: [{size - 1: vllm.Logprob(-0.5), token: vllm.Logprob(-0.5)}]}
+    monkeypatch.setattr(vllm, "REPLIES", [partial(change, token_ids=lambda x: [size - 1], **found)])
+    assert message(sampler, 1).ids == [size - 1]
+    monkeypatch.setattr(vllm, "REPLIES", [partial(change, token_ids=lambda x: [token], **found)])
+    why = f"vLLM sampled the token {token}, and the vocabulary ends at {size}"
+    with pytest.raises(EngineError, match=why):
+        message(sampler, 1)
+
+
+CALLS = {"add_request": [], "add_lora": ["--use-peft"], "collective_rpc": []}
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_at_the_start_an_engine_that_fails_is_named_and_not_the_model(vllm, monkeypatch, call):
+    def fails(*_, **__):
+        raise ValueError("no room\nfor this")
+
+    monkeypatch.setattr(vllm.LLMEngine, call, fails)
+    with pytest.raises(EngineError, match=r"^vLLM's engine failed: no room$"):
+        trial(tiny_model(tokenizer(), 1), "--sampler", "vllm", *CALLS[call])
+
+
+def test_at_the_start_sampler_and_training_agree_with_top_p_and_another_gap_names_the_sampler(
+    vllm, monkeypatch
+):
+    flags = ["--sampler", "vllm", "--top-p", "0.6", "--top-k", "40", "--temperature", "1.5"]
+    trial(tiny_model(tokenizer(), 1), *flags)
+    far = {
+        "logprobs": lambda x: [{t: vllm.Logprob(v.logprob - 1) for t, v in o.items()} for o in x]
+    }
+    monkeypatch.setattr(vllm, "REPLIES", [partial(change, **far)])
+    with pytest.raises(UserError, match=r"differ by 1 nats .* or set sampler own or use another"):
+        trial(tiny_model(tokenizer(), 1), *flags)
+
+
 @pytest.mark.parametrize(
     ("sampler", "capability", "why"),
     [
@@ -348,6 +490,7 @@ RUN = [
     *("--warm-start-steps", "2", "--warm-start-batch-size", "2", "--max-steps", "2"),
     *("--report-to", "none", "--no-drop-zero-std-groups", "--save-steps", "1"),
     *("--sampler", "vllm", "--vllm-memory", "0.1", "--output-dir", "out", "--deterministic"),
+    *("--top-p", "0.9", "--temperature", "1.2"),
 ]
 
 

@@ -2,6 +2,8 @@
 
 As vLLM on a CPU, the engine keeps a copy of a tied output layer, which only `lm_head.weight` makes
 new; it scales adapters in place, while it loads them; and it keeps a generator for each request.
+Its raw log-probabilities are of the model's logits, and its processed ones, at the temperature of
+the request, of the tokens that top-k and top-p leave.
 """
 
 import json
@@ -24,6 +26,7 @@ from vllm.v1.engine import core
 __version__ = "0.32.0"
 Logprob = namedtuple("Logprob", ["logprob"])
 FAULTS: list[str] = []  # what the next engine, or its next pass, does wrong
+REPLIES: list[Any] = []  # functions that change what the engine replies
 ENGINES: list["LLMEngine"] = []  # those that have started, with their arguments
 
 
@@ -75,16 +78,20 @@ class _Weights:
             self.head = self.model.get_input_embeddings().weight.detach().clone()
 
     @torch.no_grad()
-    def logits(self, ids: list[int], adapters: dict[str, Any]) -> torch.Tensor:
+    def hidden(self, ids: list[int], adapters: dict[str, Any]) -> torch.Tensor:
         hooks = [
             self.model.get_submodule(name).register_forward_hook(
                 lambda _, x, out, a=a, b=b: out + x[0] @ a.T @ b.T
             )
             for name, (a, b) in adapters.items()
         ]
-        hidden = self.model.get_decoder()(torch.tensor([ids]), use_cache=False)[0][0]
+        hidden: torch.Tensor = self.model.get_decoder()(torch.tensor([ids]), use_cache=False)[0][0]
         for hook in hooks:
             hook.remove()
+        return hidden
+
+    @torch.no_grad()
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return hidden @ self.head.T
 
 
@@ -129,6 +136,9 @@ class LLMEngine:
         assert name == "reload_weights" and not self.requests and "weights" not in self.asleep
         self.num_syncs += 1
         self.weights.load_weights(kwargs["weights_iterator"])
+
+    def apply_model(self, function: Any) -> list[Any]:
+        return [function(self.weights)]
 
     def reset_prefix_cache(self) -> None:
         assert not self.requests
@@ -181,26 +191,36 @@ class LLMEngine:
             raise RuntimeError("EngineDeadError: the engine is gone")
         while self._has("hang"):
             time.sleep(1)
-        return [self._next(name, request) for name, request in [*self.requests.items()]]
+        replies = [self._next(name, request) for name, request in [*self.requests.items()]]
+        for change in REPLIES:
+            for reply in replies:
+                change(reply)
+        return replies
 
     def _next(self, name: str, request: Any) -> Any:
         params = request.params
-        logits = self.weights.logits(request.prompt + request.ids, request.adapters)
+        hidden = self.weights.hidden(request.prompt + request.ids, request.adapters)
+        logits = self.weights.compute_logits(hidden)
         of_prompt = None
         if params.prompt_logprobs is not None:
             rows = logits.log_softmax(-1).tolist()
             pairs = zip(rows, request.prompt[1:], strict=False)
             of_prompt = [None, *({token: Logprob(row[token])} for row, token in pairs)]
+        raw = logits[-1].log_softmax(-1)
         last = logits[-1] / (params.temperature or 1.0)
         if params.top_k:
             last = last.masked_fill(last < last.topk(params.top_k).values[-1], -torch.inf)
+        if params.top_p < 1:
+            likely, order = last.softmax(-1).sort(descending=True)
+            last[order[likely.cumsum(-1) - likely >= params.top_p]] = -torch.inf
         logprobs = last.log_softmax(-1)
+        is_raw = self.arguments.logprobs_mode == "raw_logprobs"
         token = int(logprobs.argmax())
         if request.generator is not None:
             noise = torch.empty_like(logprobs).exponential_(generator=request.generator)
             token = int((logprobs.exp() / noise).argmax())
         request.ids.append(token)
-        request.logprobs.append({token: Logprob(float(logprobs[token]))})
+        request.logprobs.append({token: Logprob(float((raw if is_raw else logprobs)[token]))})
         ends = token in params.stop_token_ids
         finished = ends or len(request.ids) == params.max_tokens
         if finished:
