@@ -41,7 +41,7 @@ from pipeline.models.rank_memory import give_memory_back, is_out_of_memory, memo
 from pipeline.models.sampling_copy import Weights, complete, has_adapters, trained_weights
 from pipeline.rollout.trajectory import Sampled
 
-VERSIONS = ((0, 32), (0, 34))  # the first version that serves, and the first that was not tried
+VERSIONS = ((0, 32), (0, 33))  # the first version that serves, and the first that was not tried
 LOAD_FORMAT = "in_process"  # the name under which vLLM knows the loader of a rank's own weights
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # largest ranks that vLLM makes room for
 HEAD = "lm_head.weight"

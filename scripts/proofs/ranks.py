@@ -5,7 +5,7 @@ import socket
 import tempfile
 import traceback
 from collections.abc import Callable
-from multiprocessing import get_context
+from multiprocessing import get_context, set_start_method
 from multiprocessing.connection import wait
 from typing import Any
 
@@ -79,6 +79,7 @@ def _rank(
         "OMP_NUM_THREADS": "1",
     }
     torch.set_num_threads(1)
+    set_start_method("fork", force=True)  # as in a run; other locks are left behind by os._exit
     try:
         result = function(*arguments)
     except Exception:

@@ -347,9 +347,10 @@ def refused(**given):
 
 
 def test_what_does_not_serve_is_one_line(vllm, monkeypatch):
-    with monkeypatch.context() as patch:
-        patch.setattr(vllm, "__version__", "0.9.1")
-        says(refused(), "sampler: got vLLM 0.9.1; install 0.32 or later, below 0.34")
+    for version in ("0.9.1", "0.33.0"):
+        with monkeypatch.context() as patch:
+            patch.setattr(vllm, "__version__", version)
+            says(refused(), f"sampler: got vLLM {version}; install 0.32 or later, below 0.33")
     with monkeypatch.context() as patch:
         patch.setattr(vllm.ModelRegistry, "get_supported_archs", lambda: {"GPT9"})
         says(refused(), "got vllm, which does not know Qwen3ForCausalLM; set own")

@@ -2,8 +2,10 @@
 
 import json
 import sys
+from types import SimpleNamespace
 
 import pytest
+from torch.distributed.fsdp import FSDPModule
 
 from tests.support import ROOT
 from tests.support.warm_process import WarmRun
@@ -24,6 +26,17 @@ def test_the_parts_of_one_process_find_what_must_be(tmp_path):
     figures = json.loads((tmp_path / "found.json").read_text(encoding="utf-8"))["figures"]
     assert figures["logprobs_mean"] <= 1e-5 and figures["loss_gap"] == 0.0
     assert figures["update_tokens_per_s"] > 0 and 0 < figures["sampling_of_bound"] < 1
+
+
+def test_without_torch_2_13_the_sharded_part_is_skipped(monkeypatch, tmp_path):
+    monkeypatch.syspath_prepend(str(SCRIPT.parent))
+    from gpu import Bench, rows_of
+
+    monkeypatch.delattr(FSDPModule, "reset_iter_state", raising=False)
+    bench = Bench(SimpleNamespace(device="cpu", shape="tiny"), tmp_path)
+    ((name, text, is_right),) = rows_of(bench.sharded, "sharded")
+    assert (name, is_right) == ("sharded, one rank", None)
+    assert text.startswith("needs torch 2.13, here is 2.")
 
 
 def test_a_part_that_fails_is_one_row(monkeypatch):
