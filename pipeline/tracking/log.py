@@ -25,6 +25,8 @@ from pipeline.tracking import wandb as feed
 from pipeline.tracking.run_files import COLUMNS, read_metrics
 from pipeline.tracking.wandb import Line, WandbFeed, completions_of, numbers
 
+TRACKIO_ID = Path("trackio", "run-id")  # path in the run folder
+
 
 class TensorBoard:
     """TensorBoard in the run folder; `metrics` and `timings` are the lines already in the files."""
@@ -87,16 +89,20 @@ class Trackio(TensorBoard):
         from accelerate.tracking import TrackioTracker
 
         self._first = 0
+        known = feed.known_id(self._folder, TRACKIO_ID)
         self._tracker = TrackioTracker(
             config.tracking.project,
             name=config.tracking.run_name or self._folder.resolve().name,
-            resume="allow" if metrics else "never",
+            resume="allow" if metrics and not known else "never",
             config=masked_tree(config.model_dump(mode="json")),
         )
         self._tracker.start()
         storage: Any = importlib.import_module("trackio.sqlite_storage").SQLiteStorage
-        run = self._tracker.run.id
-        logs = storage.get_logs(config.tracking.project, run_id=run) if metrics else []
+        run = self._tracker.run
+        # By itself, trackio goes on in the newest run of this name, which another folder may have.
+        run.id = known or run.id
+        feed.keep_id(self._folder, TRACKIO_ID, run.id)
+        logs = storage.get_logs(config.tracking.project, run_id=run.id) if metrics else []
         # Of a resumed run, also what was sent after the checkpoint, and is now made again.
         self._known = {(log["step"], name) for log in logs for name in log}
 
@@ -157,7 +163,8 @@ class RunLog(AbstractContextManager["RunLog"]):
         self._files = {n: LinesFile(folder / n, sizes.get(n, 0)) for n in (METRICS, TIMINGS)}
         sync(folder)
         if state is None:
-            (folder / feed.ID_FILE).unlink(missing_ok=True)
+            for file in (feed.ID_FILE, TRACKIO_ID):
+                (folder / file).unlink(missing_ok=True)
         for package in config.tracking.report_to:
             if not _is_fed(package):
                 say(

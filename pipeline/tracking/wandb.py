@@ -126,9 +126,15 @@ def _end_service() -> None:
             process.kill()
 
 
-def known_id(folder: Path) -> str | None:
-    path = folder / ID_FILE
+def known_id(folder: Path, file: Path = ID_FILE) -> str | None:
+    """Return the id that a tracker has given to the run in a folder, or None."""
+    path = folder / file
     return path.read_text(encoding="utf-8").strip() if path.is_file() else None
+
+
+def keep_id(folder: Path, file: Path, own: str) -> None:
+    (folder / file).parent.mkdir(exist_ok=True)
+    write_text(folder / file, own + "\n")
 
 
 def _row(line: Line) -> dict[str, float]:
@@ -186,8 +192,7 @@ def _start(folder: Path, config: Config) -> Any:
         ) from None
     finally:
         sys.argv = argv
-    (folder / ID_FILE).parent.mkdir(exist_ok=True)
-    write_text(folder / ID_FILE, run.id + "\n")
+    keep_id(folder, ID_FILE, run.id)
     run.define_metric("*", step_metric="step")  # the x axis of every plot
     run.define_metric("step", hidden=True)
     if run.url:

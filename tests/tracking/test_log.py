@@ -264,9 +264,10 @@ file = Path(__file__).with_suffix(".jsonl")
 
 
 class Run:
-    id = "1"
+    def __init__(self, id):
+        self.id = id
     def log(self, values, step):
-        with file.open("a") as lines:
+        with file.with_name(f"{self.id}.jsonl").open("a") as lines:
             lines.write(json.dumps({"step": step, **values}) + chr(10))
     def finish(self):
         pass
@@ -275,7 +276,8 @@ class Run:
 def init(**asked):
     with file.with_suffix(".asked").open("a") as lines:
         lines.write(json.dumps(asked) + chr(10))
-    return Run()
+    number = len(file.with_suffix(".asked").read_text().splitlines())
+    return Run(str(number))  # a new run; all have one name
 
 
 def Table(columns, data):
@@ -284,12 +286,13 @@ def Table(columns, data):
 
 class SQLiteStorage:
     def get_logs(project, run_id):
-        assert (project, run_id) == ("three-domain-grpo", "1")
-        return [json.loads(line) for line in file.read_text().splitlines()]
+        assert project == "three-domain-grpo"
+        lines = file.with_name(f"{run_id}.jsonl").read_text().splitlines()
+        return [json.loads(line) for line in lines]
 """
 
 
-def test_trackio_gets_each_number_once_though_a_run_was_resumed(tmp_path, monkeypatch):
+def test_trackio_gets_each_number_once_though_another_run_has_the_name(tmp_path, monkeypatch):
     package = tmp_path / "trackio"
     package.mkdir()
     (package / "__init__.py").write_text("from trackio.sqlite_storage import *")
@@ -304,7 +307,9 @@ def test_trackio_gets_each_number_once_though_a_run_was_resumed(tmp_path, monkey
         log.timings(TIMES)
         state = log.state_dict()
         log.metrics(second)  # after the checkpoint
-    sent = package / "sqlite_storage.jsonl"
+    with RunLog(tmp_path / "other" / "run", settings, is_main=True) as log:
+        log.metrics({**TRAIN, "step": 7})
+    sent = package / "1.jsonl"
     before = read_records(sent)
     sent.write_text("".join(sent.read_text().splitlines(keepends=True)[1:]))  # the first was lost
     with RunLog(folder, settings, is_main=True, state=state) as log:
@@ -314,7 +319,8 @@ def test_trackio_gets_each_number_once_though_a_run_was_resumed(tmp_path, monkey
     assert before[0] == {"step": 1, **{name: TRAIN[name] for name in TRAIN if "/" in name}}
     assert [line["step"] for line in before if "completions" in line] == [2]
     asked = read_records(package / "sqlite_storage.asked")
-    assert [(of["name"], of["resume"]) for of in asked] == [("mine", "never"), ("mine", "allow")]
+    assert [(of["name"], of["resume"]) for of in asked] == [("mine", "never")] * 3
+    assert [line["step"] for line in read_records(package / "2.jsonl")] == [7]
     assert not {"space_id", "server_url"} & asked[0].keys()
     for name in ("trackio", "trackio.sqlite_storage"):
         monkeypatch.delitem(sys.modules, name)
