@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from itertools import chain
 
+import torch
+
 from pipeline.data.curriculum import num_drawn, tasks_of_source
 from pipeline.data.tasks import Task
 from pipeline.endpoints.language_model import LanguageModel
@@ -41,11 +43,15 @@ def before_training(run: Run) -> None:
         return
     if config.model.use_peft and config.is_supervised:
         run.learner.attach(run.checkpointer, run.checkpointer.resumed)
+    is_bare = config.model.use_peft and not config.is_supervised  # has no adapters yet
+    if not (run.checkpointer.is_current or is_bare):
+        run.save()
     if config.warm_start.steps:
         if state.stage == "start":
             warm_start(run)
         if not state.evaluated("warm_start"):
             evaluate_held_out(run, "warm_start")
+            run.save("warm-start")
     if config.rft.rft_rounds and state.step == 0:
         rft(run)
     if config.evaluation.start_report_tasks and config.grpo.max_steps and state.step == 0:
@@ -85,17 +91,34 @@ def play_agent(run: Run, name: str) -> None:
 
 
 def warm_start(run: Run) -> None:
-    """Train on demonstrations, and save the first checkpoint."""
+    """Train on demonstrations, with checkpoints by time, and save the result."""
     begun = time.perf_counter()
     config = run.config
     parts = run.parts
     ranks = run.ranks
-    with _supervised(run, "warm start", config.warm_start.steps) as on_step:
+    unfinished = run.state.warm_start
+    done = len(unfinished.get("losses", ()))
+    with _supervised(run, "warm start", config.warm_start.steps, done) as on_step:
+
+        def keep(loss: float, optimizer: torch.optim.Optimizer) -> None:
+            on_step(loss)
+            if run.checkpointer.is_late:
+                run.save(optimizer=optimizer)
+
         examples = sft_examples(config, parts.chat, parts.domains, ranks.alive)
         schedule = warm_start_schedule(config)
         loss = fine_tune(
-            config, run.accelerator, ranks, run.learner.model, examples, schedule, on_step=on_step
+            config,
+            run.accelerator,
+            ranks,
+            run.learner.model,
+            examples,
+            schedule,
+            state=unfinished,
+            resumed=run.checkpointer.resumed,
+            on_step=keep,
         )
+    run.state.warm_start = {}
     keys = {"kind": "warm_start", "stage": "warm_start", "step": 0}
     run.log.timings({**keys, "perf/warm_start_s": time.perf_counter() - begun})
     run.log.metrics({**keys, "warm_start/loss": loss})
@@ -117,6 +140,7 @@ def rft(run: Run) -> None:
         _save_and_sync(run, "rft")
     if not run.state.evaluated("rft"):
         evaluate_held_out(run, "rft")
+        run.save("rft")
 
 
 def _rft_round(run: Run, number: int) -> None:
@@ -158,11 +182,13 @@ def _rft_round(run: Run, number: int) -> None:
 
 
 @contextmanager
-def _supervised(run: Run, name: str, num_steps: int) -> Iterator[Callable[[float], None]]:
+def _supervised(
+    run: Run, name: str, num_steps: int, done: int = 0
+) -> Iterator[Callable[..., None]]:
     """Show the progress of supervised training; yields a function to call after each step."""
-    progress = StageProgress(name, num_steps, is_main=run.ranks.is_main)
+    progress = StageProgress(name, num_steps, is_main=run.ranks.is_main, done=done)
     with progress, run.ranks.phase(name):
-        yield lambda loss: progress.step({"loss": loss})
+        yield lambda loss, *_: progress.step({"loss": loss})
 
 
 def _save_and_sync(run: Run, name: str) -> None:

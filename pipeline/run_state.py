@@ -9,15 +9,20 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from pipeline.checkpoints import run_folder
 from pipeline.checkpoints.checkpoint import Checkpointer, TrainState
 from pipeline.checkpoints.resume import (
+    CONFIGURATION,
+    hash_of_configuration,
+    hash_of_stops,
     load_start,
     open_together,
     origin_of_model,
+    refuse_other_model,
     refuse_other_origin,
     refuse_other_stages,
-    refuse_other_weights,
     share_folder,
     weights_of,
 )
@@ -25,7 +30,7 @@ from pipeline.checkpoints.transcripts import save_transcripts
 from pipeline.config.settings import Config
 from pipeline.customers import customers_of, end_of_run, judge_of
 from pipeline.data.curriculum import Stage, describe, one_after_another
-from pipeline.data.tasks import Source
+from pipeline.data.tasks import MODULE, Source
 from pipeline.distributed.ranks import Ranks
 from pipeline.distributed.watchdog import Watchdog
 from pipeline.endpoints.language_model import LanguageModel
@@ -51,7 +56,7 @@ from pipeline.files.durable import write_text
 from pipeline.grpo.learner import Learner
 from pipeline.models.capabilities import enter_ends
 from pipeline.preflight.check import check_and_prepare
-from pipeline.preflight.prepare import Prepared
+from pipeline.preflight.prepare import Prepared, hashes_of_modules
 from pipeline.rollout.rewards import load_reward_functions
 from pipeline.rollout.sampler import Sampler, make_sampler
 from pipeline.rollout.trajectory import EpisodeRecord, Trajectory
@@ -138,13 +143,30 @@ class Run:
         if not (models := self.language_models) or not (why := end_of_run(models, self.ranks)):
             return
         if self.learner.updater is not None and not self.checkpointer.is_current:
-            self.save(f"step-{self.state.step:06d}")
+            self.save()
         raise UserError(why)
 
-    def save(self, name: str) -> None:
-        """Write a checkpoint."""
+    def note_modules(self) -> None:
+        """Add modules of the user's that were first imported in an episode to `made_of`.
+
+        Raises UserError if they differ between the ranks.
+        """
+        known = self.state.made_of
+        found = {k: v for k, v in hashes_of_modules(self.config).items() if k not in known}
+        late = dict[str, str]()
+        for rank, own in enumerate(self.ranks.all_gather_objects(found, "modules")):
+            for name, value in own.items():
+                if late.setdefault(name, value) != value:
+                    why = f"rank {rank} has imported another file than the ranks before it"
+                    raise UserError(f"{name}: {why}; give all the same files")
+        self.state.made_of = {**late, **known}
+
+    def save(self, name: str = "", optimizer: torch.optim.Optimizer | None = None) -> None:
+        """Write a checkpoint, by default with the name of the step and the updater's optimizer."""
+        self.note_modules()
+        name = name or f"step-{self.state.step:06d}"
         updater = self.learner.updater
-        optimizer = None if updater is None else updater.optimizer
+        optimizer = optimizer if updater is None else updater.optimizer
         with self.ranks.phase("checkpoint", self.state.stage, self.state.step):
             seconds = self.checkpointer.save(name, self.learner.model, optimizer)
         self.watchdog.can_resume = True
@@ -225,11 +247,16 @@ def open_run(
 
     # The weights, and the state of a checkpoint, which must be of the same run.
     saved_state, model = load_start(config, parts.tokenizer, resumed, accelerator.device)
-    refuse_other_weights(model, ranks)
+    origin = saved_state or origin_of_model(config)
+    late = [name for name in origin.get("made_of", {}) if name.startswith(MODULE)]
+    made_of |= hashes_of_modules(config, late)
+    made_of["ends of message"] = hash_of_stops(model, parts.chat)
+    refuse_other_model(model, made_of, ranks)
     enter_ends(model, parts.chat)
     if config.model.use_peft or (resumed is None and config.grpo.beta > 0):
         made_of |= weights_of(model, ranks)  # read again when the run is resumed
-    origin = saved_state or origin_of_model(config)
+    if config.model.use_peft:
+        made_of[CONFIGURATION] = hash_of_configuration(model)
     name = (resumed or Path(config.model.model)).name
     notes = refuse_other_origin(origin, made_of, name, config.run.override, parts.about)
     for line in notes if ranks.is_main else ():
@@ -330,7 +357,7 @@ def evaluate_held_out(run: Run, after: str) -> None:
     is_trained = run.learner.updater is not None
     ends = failed_trials([*sampled, *greedy]) or unscored_trials([*sampled, *greedy])
     if ends and is_trained and not run.checkpointer.is_current:
-        run.save(f"step-{run.state.step:06d}")  # a check below may end the run
+        run.save()  # a check below may end the run
     run.check_language_models()
     rates = ErrorRates(sampled)
     when = f"in the evaluation after {after}"

@@ -15,12 +15,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from itertools import count, groupby, islice
 from operator import itemgetter
+from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
 
 import torch
 
 from pipeline.chat.template import Chat
+from pipeline.checkpoints.moments import load_optimizer
 from pipeline.config.settings import Config
 from pipeline.data.rng import permutation
 from pipeline.data.tasks import Message
@@ -70,33 +72,44 @@ def fine_tune(
     examples: Sequence[SFTExample],
     schedule: Schedule,
     *,
-    on_step: Callable[[float], None] = lambda _: None,
+    state: dict[str, Any] | None = None,
+    resumed: Path | None = None,
+    on_step: Callable[[float, torch.optim.Optimizer], None] = lambda *_: None,
 ) -> float:
     """Train `model` in place on examples in their order.
 
     Every rank must call this function with the same `examples`: those of all steps,
     `schedule.batch_size` for each step. `on_step` is called with the loss of each optimizer step,
     a mean over tokens. Returns the mean loss of the last eighth of the steps. Raises Interrupted on
-    all ranks, within a micro-batch, if a signal has come; the model is then useless.
+    all ranks, after a step, if a signal has come.
+
+    `state` is kept up to date with what a checkpoint needs. With the `state` of the checkpoint
+    `resumed`, whose weights `model` has, the training goes on there.
     """
-    losses = list[float]()
+    state = {} if state is None else state
+    losses: list[float] = state.setdefault("losses", [])
     changed = {**OPTIMIZER, "loss_type": "dapo", "beta": 0.0, "entropy_coef": 0.0}
     changed["vllm_importance_sampling_correction"] = False
     config = config.changed("grpo", **changed)
     if config.grpo.gradient_checkpointing:
         recompute_layers(model)
     module = TokenLogprobs(model, temperature=1.0, trains_entropy=False).eval()  # without dropout
-    options: dict[str, Any] = {"decays_vectors": False, "leaves_out": lambda: ranks.stop_wanted}
-    updater = Updater(accelerator, module, ranks, config, 0, loss=supervised_loss, **options)
-    for step in range(schedule.num_steps):
+    options: dict[str, Any] = {"decays_vectors": False, "loss": supervised_loss}
+    updater = Updater(accelerator, module, ranks, config, 0, **options)
+    if losses:
+        assert resumed is not None, "the moments are in a checkpoint"
+        load_optimizer(resumed, updater.optimizer)
+        updater.load_state_dict(state)
+    for step in range(len(losses), schedule.num_steps):
         batch = examples[step * schedule.batch_size : (step + 1) * schedule.batch_size]
         group = config.rollout.num_generations if config.run.deterministic else 0
         mine = [trajectory_of(example) for example in share_of(batch, ranks, group)]
         rate = learning_rate_at(step, schedule)
         statistics = updater.update_policy(mine, [0.0] * len(mine), rate)
-        ranks.agree("step of supervised training")
         losses.append(statistics.get("train/loss", 0.0))
-        on_step(losses[-1])
+        state |= updater.state_dict()
+        on_step(losses[-1], updater.optimizer)
+        ranks.agree("step of supervised training")
     del updater, module
     model.zero_grad()  # frees the gradients
     accelerator.free_memory()

@@ -109,6 +109,8 @@ def begin_grpo(run: Run) -> Meter:
     learner = run.learner
     updater = learner.make_updater(run.checkpointer, run.saved_state, run.stages)
     run.checkpointer.owners.append(updater)
+    if not run.checkpointer.is_current:
+        run.save()
     run.kl_probe.load([s for s in run.stages[:-1] if run.state.evaluated(s.name)])
     meter = Meter(run.ranks, learner.rollout, updater)
     gc.freeze()  # exempts long-lived objects from garbage collection
@@ -138,7 +140,7 @@ def begin_stage(run: Run, stage: Stage) -> int:
     run.sources = run.parts.sources(stage)
     validate_when_due(run, stage)  # a resumed run may have stopped before this validation
     if has_unsaved_best(run):
-        run.save(f"step-{run.state.step:06d}")
+        run.save()
     return max(stage.first_step, run.state.step)
 
 
@@ -155,6 +157,8 @@ def end_stage(run: Run, stage: Stage) -> None:
             tasks += run.parts.validation[domain][:count]
         with run.ranks.phase("validate", stage.name, run.state.step):
             run.kl_probe.keep(stage, tasks, run.learner.rollout)
+    if not run.checkpointer.is_current:
+        run.save()  # an evaluation may take longer than the stage
     evaluate_held_out(run, stage.name)
     run.save(f"stage-{stage.index + 1}-{stage.name}")
 
@@ -285,7 +289,7 @@ def end_step(run: Run, stage: Stage, batch: RolloutBatch) -> None:
     called = run.state.num_reward_calls
     is_spent = most is not None and called >= most
     if run.checkpointer.is_due or is_stopped or is_spent or has_unsaved_best(run):
-        run.save(f"step-{run.state.step:06d}")
+        run.save()
     if is_stopped:
         raise RunError(f"stop_on_dead_domain: step {run.state.step}: {lines[0]}")
     if is_spent:
@@ -375,9 +379,9 @@ def finish(run: Run) -> None:
 def stop(run: Run) -> int:
     """Save a checkpoint unless the latest checkpoint is current, and return the exit code."""
     if run.state.stage != "start" and not run.checkpointer.is_current:
-        run.save(f"step-{run.state.step:06d}")
+        run.save()
     if not run.watchdog.can_resume:
-        run.say("interrupted before the first checkpoint; start again")
+        run.say("interrupted in the first evaluation, before a checkpoint; start again")
         return 1
     command = f"--output-dir {run.folder} --resume-from-checkpoint latest"
     run.say(f"interrupted after {run.state.step} steps; go on with {command}")

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from pipeline.checkpoints.moments import WHOLE, whole_moments, write_sharded
+from pipeline.checkpoints.moments import NUM_MOMENTS, WHOLE, whole_moments, write_sharded
 from pipeline.checkpoints.run_folder import (
     FORMAT,
     FULL,
@@ -52,6 +52,7 @@ class TrainState:
     ended_early: dict[str, int] = field(default_factory=dict)  # stage name -> number of steps taken
     best: dict[str, Any] = field(default_factory=dict)  # with keep_best: checkpoint, step, success
     agents: dict[str, dict[str, Any]] = field(default_factory=dict)  # results of `agent_url`
+    warm_start: dict[str, Any] = field(default_factory=dict)  # of one that has not ended; see sft
     rft: list[dict[str, Any]] = field(default_factory=list)  # results of each round of RFT
     training: dict[str, dict[str, Any]] = field(default_factory=dict)  # a summary of each stage
     num_tokens: int = 0  # number of tokens, of prompts and sampled, of all steps
@@ -69,9 +70,9 @@ class TrainState:
             setattr(self, name, state[name])
 
     @property
-    def position(self) -> tuple[int, int]:
-        """The number of finished steps and the number of finished evaluations."""
-        return self.step, len(self.evaluations)
+    def position(self) -> tuple[int, int, int]:
+        """The numbers of finished steps, finished evaluations and steps of the warm start."""
+        return self.step, len(self.evaluations), len(self.warm_start.get("losses", ()))
 
     def evaluated(self, after: str) -> bool:
         return any(evaluation["after"] == after for evaluation in self.evaluations)
@@ -189,12 +190,15 @@ class Checkpointer:
     def is_due(self) -> bool:
         """Whether to save a checkpoint now, because of `save_steps` or `save_minutes`."""
         steps = self._settings.save_steps
+        return (steps > 0 and self.state.step % steps == 0) or self.is_late
+
+    @property
+    def is_late(self) -> bool:
+        """Whether rank 0's last save is `save_minutes` ago, or a signal has come to any rank."""
         minutes = self._settings.save_minutes
-        due = steps > 0 and self.state.step % steps == 0
-        if minutes is not None:
-            late = self.ranks.is_main and time.perf_counter() - self._saved_at > 60 * minutes
-            due = self.ranks.max(float(due or late)) > 0
-        return due
+        waited_s = time.perf_counter() - self._saved_at
+        is_late = self.ranks.is_main and minutes is not None and waited_s > 60 * minutes
+        return self.ranks.max(float(is_late or self.ranks.stop_wanted)) > 0
 
     def check_folder(self) -> None:
         """Raise MachineError if the run folder was removed or replaced."""
@@ -218,6 +222,7 @@ class Checkpointer:
             sync(self.unsynced.pop())
         self.ranks.check_same_parameters(model.named_parameters(), f"at checkpoint {name}")
         moments = None
+        num_moments = len(optimizer.state) if optimizer is not None else 0
         if is_sharded(model):
             if self.ranks.is_main:
                 begin_writing(self.folder, name)
@@ -233,7 +238,7 @@ class Checkpointer:
         elif optimizer is not None:
             moments = whole_moments(optimizer, self.ranks.is_main)
         if self.ranks.is_main:
-            path = self.write(name, model, moments)
+            path = self.write(name, model, moments, num_moments)
             kept = {path.name, self.state.best.get("checkpoint")}
             prune(self.folder, self._settings.save_total_limit, kept)
         self.ranks.barrier(f"checkpoint {name}")
@@ -247,11 +252,17 @@ class Checkpointer:
             say(f"warning: a save {why}; set {SHUTDOWN_TIMEOUT}={2 * seconds:.0f}")
         return seconds
 
-    def write(self, name: str, model: Any, moments: SavedState | None = None) -> Path:
+    def write(
+        self,
+        name: str,
+        model: Any,
+        moments: SavedState | None = None,
+        num_moments: int = 0,
+    ) -> Path:
         """Write a checkpoint with the `state_dict()` of all `owners`. Only rank 0 calls `write`."""
         self.state.wall_s = self.wall_s
         self._begun = time.perf_counter()
-        state: SavedState = {}
+        state: SavedState = {NUM_MOMENTS: num_moments}
         for owner in self.owners:
             part = owner.state_dict()
             assert not state.keys() & part.keys(), "two owners save the same name"

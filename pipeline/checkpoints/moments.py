@@ -13,10 +13,13 @@ from typing import Any
 
 import torch
 
+from pipeline.checkpoints.run_folder import read_state
 from pipeline.distributed.sharding import ShardedAdamW, placed, read_parts, whole, write_parts
+from pipeline.errors import UserError
 from pipeline.models import lora
 from pipeline.models.sampling_copy import has_adapters
 
+NUM_MOMENTS = "num_moments"  # in state.json: the number of parameters with moments
 WHOLE = "optimizer.pt"
 PARTS = "moments"  # folder with a file of each rank
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -78,7 +81,10 @@ def whole_moments(optimizer: torch.optim.Optimizer, is_main: bool) -> dict[str, 
 
 
 def load_optimizer(path: Path, optimizer: torch.optim.Optimizer) -> None:
-    """Restore the state of the optimizer from the checkpoint `path`, if the checkpoint has one."""
+    """Restore the state of the optimizer from the checkpoint `path`.
+
+    Raises UserError if the checkpoint has lost moments with which it was written.
+    """
     cut = optimizer if isinstance(optimizer, ShardedAdamW) else None
     parameters = _parameters(optimizer) if cut is None else cut.whole_parameters
     saved = optimizer.state_dict()
@@ -86,13 +92,14 @@ def load_optimizer(path: Path, optimizer: torch.optim.Optimizer) -> None:
         saved["state"] = _read_parts(path / PARTS, parameters)
     elif (path / WHOLE).is_file():
         saved |= torch.load(path / WHOLE, map_location="cpu", weights_only=True)
-    else:
-        return
-    for number, state in saved["state"].items():
+    if len(saved["state"]) < read_state(path).get(NUM_MOMENTS, 0):
+        why = f"{path.name} has lost moments of its optimizer ({WHOLE} or {PARTS})"
+        raise UserError(f"resume_from_checkpoint: {why}; copy it again, or give an earlier one")
+    for number, of in saved["state"].items():
         for name in MOMENTS:
-            state[name] = placed(state[name], parameters[number])
+            of[name] = placed(of[name], parameters[number])
             if cut is not None:
-                state[name] = cut.part(state[name])
+                of[name] = cut.part(of[name])
     optimizer.load_state_dict(saved)
 
 

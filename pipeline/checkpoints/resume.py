@@ -1,5 +1,6 @@
 """Starts or resumes a run: opens the run folder, and loads the state and the weights."""
 
+import json
 import os
 import platform
 import time
@@ -12,6 +13,7 @@ from typing import Any
 
 import torch
 
+from pipeline.chat.template import Chat
 from pipeline.checkpoints import run_folder
 from pipeline.checkpoints.checkpoint import Checkpointer, SavedState
 from pipeline.checkpoints.run_folder import Opened, open_folder, problem, read_state
@@ -25,9 +27,13 @@ from pipeline.errors import UserError
 from pipeline.files.layout import run_of_checkpoint
 from pipeline.files.untrusted import shown
 from pipeline.models import lora
+from pipeline.models.capabilities import other_stops
 from pipeline.models.loading import dtype_of, load_folder, load_model
 
 PACKAGE = Path(__file__).parents[1]
+CONFIGURATION = "configuration of the base model"
+# Of config.json; the ends of a message have a hash of their own.
+NOT_COMPUTED = ("_name_or_path", "architectures", "dtype", "eos_token_id", "transformers_version")
 LATE_S = 2.0  # network file systems show a new file a little late
 
 
@@ -112,12 +118,28 @@ def open_together(
     return opened, checkpoint if name else None
 
 
-def refuse_other_weights(model: Any, ranks: Ranks) -> None:
-    """Raise UserError, on all ranks, if a node has loaded another model than rank 0."""
+def refuse_other_model(model: Any, made_of: Mapping[str, str], ranks: Ranks) -> None:
+    """Raise UserError, on all ranks, if a rank has loaded another model than rank 0.
+
+    `made_of` has what else is read from files after the model, such as modules.
+    """
+    facts = {CONFIGURATION: hash_of_configuration(model), **made_of}
     hosts = ranks.all_gather_objects(platform.node(), "model")
     if len(set(hosts)) > 1:
-        found = parameter_hash(model.named_parameters())
-        refuse_differences(ranks, {"model": found}, "give all the same files")
+        facts["model"] = parameter_hash(model.named_parameters())
+    refuse_differences(ranks, facts, "give all the same files")
+
+
+def hash_of_configuration(model: Any) -> str:
+    """Return the SHA-256 of what a model's config.json says about its computation."""
+    found = model.config.to_diff_dict()
+    said = {name: value for name, value in found.items() if name not in NOT_COMPUTED}
+    return sha256(json.dumps(said, sort_keys=True, default=str).encode()).hexdigest()
+
+
+def hash_of_stops(model: Any, chat: Chat) -> str:
+    """Return the SHA-256 of the ids that end a message."""
+    return sha256(str([chat.end_of_turn_id, *other_stops(model, chat)]).encode()).hexdigest()
 
 
 def code_hash() -> str:
@@ -144,10 +166,17 @@ def load_start(
         held = "LoRA adapters" if is_adapter else "a whole model"
         got = str(config.model.use_peft).lower()
         raise UserError(f"use_peft: got {got}, but {path.name} holds {held}; resume with its value")
-    goes_on = is_adapter and config.model.use_peft  # else a warm start's adapters are merged
-    if goes_on:
+    folder: str | Path = path
+    if is_adapter and config.model.use_peft:  # else a warm start's adapters are merged
         lora.check_settings(path, config.model)
-    return state, load_folder(lora.base_of(path) if goes_on else path, config.model, at, dtype)
+        # The path in the adapters may be of a folder from which the project was moved.
+        folder = config.model.model if has_own_base(config.model) else lora.base_of(path)
+    return state, load_folder(folder, config.model, at, dtype)
+
+
+def has_own_base(settings: ModelSettings) -> bool:
+    """Return whether the setting `model` itself is the base model of LoRA adapters."""
+    return settings.model != "tiny" and not lora.is_adapter(settings.model)
 
 
 def weights_of(model: Any, ranks: Ranks) -> dict[str, str]:
@@ -244,7 +273,7 @@ def base_of_adapters(model: Any, settings: ModelSettings, checkpointer: Checkpoi
     folder = checkpointer.folder
     name = settings.model
     ranks = checkpointer.ranks
-    if name != "tiny" and not lora.is_adapter(name):
+    if has_own_base(settings):
         return str(Path(name).resolve()) if Path(name).is_dir() else name
     if ranks.is_main and not (folder / "base").is_dir():
         checkpointer.write("base", model)

@@ -13,6 +13,7 @@ import os
 import shutil
 import time
 from collections.abc import Container, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
@@ -22,7 +23,7 @@ from pipeline.config.recipe import SETTINGS, dump, full_name
 from pipeline.config.settings import Config
 from pipeline.errors import UserError
 from pipeline.files.durable import sync, write_text
-from pipeline.files.layout import RUN_SETTINGS, WARNINGS, run_of_checkpoint
+from pipeline.files.layout import METRICS, RUN_SETTINGS, TIMINGS, WARNINGS, run_of_checkpoint
 from pipeline.models.model_files import problem_of_name
 
 PLACE_AND_BUDGET = ("url", "key", "max_calls", "max_tokens")  # of a language model
@@ -34,11 +35,15 @@ HARMLESS = {
     "start_report_tasks",
     *(full_name(*key) for key in SETTINGS if key[0] in ("agent", "run", "tracking")),
 } - {"seed", "deterministic"}
+TEMPLATE = "tokenizer and chat template"  # a name in `made_of`
 FORMAT = 1  # version of a checkpoint's format, which changes with any field or setting in it
 
 MANIFEST = "manifest.json"
 ASIDE = ".aside-"  # prefix of the name of a checkpoint that a resumed run does not use
 WRITING = ".writing-"  # prefix of the name of an unfinished checkpoint
+EARLIER = "earlier-start-"  # prefix of a folder with the results of a run without a checkpoint
+RESULTS = "results.json"
+TRANSCRIPTS = "trajectories"
 PREVIOUS = ".previous"  # suffix of the name of a checkpoint that a save replaces
 
 FULL = (errno.ENOSPC, errno.EDQUOT)  # error numbers of a full disk and of a full quota
@@ -130,7 +135,7 @@ def holds_a_run(folder: Path) -> bool:
         is_trained = yaml.safe_load(settings.read_text(encoding="utf-8"))["grpo"]["use_grpo"]
     except (OSError, ValueError, TypeError, KeyError, yaml.YAMLError):
         return True  # not a file that a run has written
-    return not is_trained and (folder / "results.json").is_file()
+    return not is_trained and (folder / RESULTS).is_file()
 
 
 def resumable(config: Config) -> list[Path]:
@@ -194,9 +199,7 @@ def open_folder(config: Config, folder: Path | None = None) -> Opened:
     lock = _lock(folder)
     checkpoint, notes = find_checkpoint(folder, name) if name else (None, [])
     if checkpoint is not None:
-        notes += refuse_changes(config, read_state(checkpoint)["config"], checkpoint.name)
-    else:
-        (folder / WARNINGS).unlink(missing_ok=True)
+        notes += refuse_changes(config, read_state(checkpoint), checkpoint.name)
     return Opened(folder=folder, checkpoint=checkpoint, notes=notes, lock=lock)
 
 
@@ -223,6 +226,8 @@ def _lock(folder: Path) -> IO[str]:
 def begin(opened: Opened, config: Config, num_ranks: int, step: int, evaluated: set[str]) -> None:
     """Write the run's settings; hide or remove all that is newer than the resumed checkpoint."""
     folder = opened.folder
+    if opened.checkpoint is None and (earlier := put_start_aside(folder)):
+        opened.notes.append(f"note: an earlier start left no checkpoint, but files: {earlier}")
     put_aside(folder / "checkpoints", opened.checkpoint)
     drop_newer(folder, step, evaluated)
     start = {"num_gpus": num_ranks, "output_dir": folder}
@@ -230,9 +235,24 @@ def begin(opened: Opened, config: Config, num_ranks: int, step: int, evaluated: 
     write_text(folder / RUN_SETTINGS, dump(kept))
 
 
+def put_start_aside(folder: Path) -> Path | None:
+    """Move the results of a run that left no checkpoint; return where they are now, or None."""
+    metrics = folder / METRICS
+    if not (metrics.is_file() and metrics.stat().st_size) and not (folder / TRANSCRIPTS).is_dir():
+        (folder / WARNINGS).unlink(missing_ok=True)
+        return None
+    number = 1 + len([*folder.glob(f"{EARLIER}*")])
+    earlier = folder / f"{EARLIER}{number}"
+    earlier.mkdir()
+    for name in (RUN_SETTINGS, METRICS, TIMINGS, WARNINGS, RESULTS, TRANSCRIPTS):
+        with suppress(FileNotFoundError):
+            (folder / name).rename(earlier / name)
+    return earlier
+
+
 def drop_newer(folder: Path, step: int, evaluated: set[str]) -> None:
     """Remove transcripts of later steps than `step`, and of evaluations not in `evaluated`."""
-    transcripts = folder / "trajectories"
+    transcripts = folder / TRANSCRIPTS
     for part in transcripts.glob("evaluation-*"):
         if part.name.removeprefix("evaluation-") not in evaluated:
             shutil.rmtree(part)
@@ -241,15 +261,18 @@ def drop_newer(folder: Path, step: int, evaluated: set[str]) -> None:
             path.unlink()
 
 
-def refuse_changes(config: Config, old: dict[str, Any], name: str) -> list[str]:
+def refuse_changes(config: Config, state: Mapping[str, Any], name: str) -> list[str]:
     """Raise UserError if a changed setting affects results; with `override`, return a note."""
+    old = state["config"]
     new = config.model_dump(mode="json")
+    # What a file contains counts, not its place, where the checkpoint has the hash.
+    harmless = HARMLESS | ({"chat_template"} if TEMPLATE in state.get("made_of", {}) else set())
     changes = []
     for section, key in SETTINGS:
         before = old.get(section, {}).get(key)
         now = new[section][key]
         setting = full_name(section, key)
-        if before != now and setting not in HARMLESS:
+        if before != now and setting not in harmless:
             changes.append(f"{setting} {json.dumps(before)} -> {json.dumps(now)}")
     if not changes:
         return []

@@ -325,7 +325,7 @@ class RunSettings(Section):
     seed: int = field(1, "seed of the model and of all sampling", ge=0, le=MAX_SEED)
     output_dir: Path | None = field(None, "run folder; missing: runs/<recipe>-<time>")
     save_steps: NonNegativeInt = field(50, "steps between checkpoints; 0: at stage ends only")
-    save_minutes: PositiveFloat | None = field(None, "minutes between additional checkpoints")
+    save_minutes: PositiveFloat | None = field(15, "minutes between additional checkpoints")
     save_total_limit: PositiveInt = field(2, "number of step checkpoints to keep")
     keep_best: bool = field(False, "keep the checkpoint with the best mean validation success")
     push_to_hub: bool = field(False, "upload the model after training; needs a token (HF_TOKEN)")

@@ -211,7 +211,8 @@ class Learner:
     ) -> Updater:
         """Make the Updater for GRPO from the current model, or from a resumed checkpoint."""
         config = self._config
-        resumed = checkpointer.resumed
+        # Until the first step, the model has what GRPO starts from.
+        resumed = checkpointer.resumed if saved.get("step") else None
         chat = self.rollout.chat
         if config.model.use_peft and not has_adapters(self.model):
             self.attach(checkpointer)

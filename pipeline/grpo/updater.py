@@ -87,8 +87,7 @@ class Updater:
 
     `accelerator` prepares `module` for training. `reference`, a Reference of `module`, is
     required if `grpo.beta` is above 0. `loss` has the signature of `grpo_loss`. Weight decay leaves
-    out norms and biases unless `decays_vectors`. While `leaves_out` returns True, steps leave out
-    their micro-batches; the caller must then discard the parameters on all ranks.
+    out norms and biases unless `decays_vectors`.
     """
 
     def __init__(
@@ -102,13 +101,11 @@ class Updater:
         *,
         loss: Callable[..., tuple[torch.Tensor, TokenStats]] = grpo_loss,
         decays_vectors: bool = True,
-        leaves_out: Callable[[], bool] = lambda: False,
     ) -> None:
         self.accelerator = accelerator
         self.ranks = ranks
         self.reference = reference
         self.loss = loss
-        self._leaves_out = leaves_out
         self.module = accelerator.prepare_model(module, evaluation_mode=True)  # without DDP
         self.model = module.model
         self.is_sharded = is_sharded(module.model)
@@ -334,8 +331,6 @@ class Updater:
         """
         found = list[Result]()
         for batch, counts in self.passes(batches):
-            if self._leaves_out() and not self.is_sharded:
-                break
             num_before = num_exchanges(self.model)
             is_small = self._smaller_budget is not None or not counts
             try:

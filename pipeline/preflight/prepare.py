@@ -4,16 +4,18 @@ import json
 import os
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import astuple, dataclass, replace
 from functools import partial
 from hashlib import sha256
+from importlib.util import find_spec
 from itertools import islice, product
 from pathlib import Path
 from typing import Any
 
 from pipeline.chat.fitting import Needs
 from pipeline.chat.template import Chat
-from pipeline.checkpoints.run_folder import hash_of, problem, resumable
+from pipeline.checkpoints.run_folder import TEMPLATE, hash_of, problem, resumable
 from pipeline.config.settings import Config, ModelSettings, RolloutSettings
 from pipeline.customers import check_scenarios
 from pipeline.data.curriculum import Stage, TaskMixture, make_stages, mixtures, num_drawn
@@ -36,6 +38,8 @@ from pipeline.preflight.trials import (
 )
 from pipeline.sft import sources_of
 
+# Attributes of a tokenizer that are not in its tokenizer.json.
+RULES = ("clean_up_tokenization_spaces", "split_special_tokens", "response_template")
 FEW = 100  # of fewer generated tasks, some families may have none
 Graded = dict[tuple[str, str], Sequence[Task]]  # training tasks by domain and difficulty
 
@@ -109,8 +113,7 @@ def prepare(config: Config, with_tiny_tokenizer: bool = False) -> Prepared:
     notes += check_reward_functions(config, domains, train, held_out)
     graded = _graded(config, domains)
     origin = made_of(config, sets, graded)
-    if config.model.model != "tiny":  # whose words and template are this package's
-        origin["tokenizer and chat template"] = hash_of_tokenizer(tokenizer)
+    origin |= hashes_of_tokenizer(tokenizer)
     notes += _mix_families(config, domains, train, graded)
     sizes = {name: num_drawn(tasks) for name, tasks in train.items()}
     for (name, _), tasks in graded.items():
@@ -268,9 +271,23 @@ def made_of(
         found[f"training tasks of {name} ({difficulty})"] = _hash_of_tasks(tasks)
     for name, path in config.data.demonstrations.items():
         found[f"demonstrations of {name}"] = _hash_of_files(Path(path))
+    return found | hashes_of_modules(config)
+
+
+def hashes_of_modules(config: Config, known: Iterable[str] = ()) -> dict[str, str]:
+    """Return the hash of each module of the user's that has been imported, by a name for it.
+
+    Modules under the names `known`, which a run has imported late, count before they are imported.
+    """
+    found = dict[str, str]()
     factories = (of.factory for of in config.factories.values())
     for target in (*factories, *config.data.reward_funcs):
         found |= _hashes_of_modules(target.partition(":")[0])
+    for name in known:
+        with suppress(Exception):  # whatever a package of the user's raises, as its import will
+            spec = find_spec(name.removeprefix(MODULE)) if name not in found else None
+            if spec is not None and spec.origin is not None and os.path.isfile(spec.origin):
+                found[name] = hash_of(Path(spec.origin))
     return found
 
 
@@ -305,11 +322,18 @@ def _hashes_of_modules(named: str) -> dict[str, str]:
     return {f"{MODULE}{name}": hash_of(file) for name, file in beside.items() if file.is_file()}
 
 
-def hash_of_tokenizer(tokenizer: Any) -> str:
-    """Return the SHA-256 of a tokenizer's words, special tokens and fitted chat template."""
+def hashes_of_tokenizer(tokenizer: Any) -> dict[str, str]:
+    """Return the SHA-256 of all that decides what ids a text has, and what text ids have."""
     words = sorted(tokenizer.get_vocab().items())
     parts = [words, tokenizer.special_tokens_map, tokenizer.chat_template]
-    return _hash_of([json.dumps(parts, sort_keys=True, default=str)])
+    rules = [tokenizer.all_special_ids, *(getattr(tokenizer, name, None) for name in RULES)]
+    if backend := getattr(tokenizer, "backend_tokenizer", None):
+        # Calls of the tokenizer change its padding and truncation.
+        rules.append(json.loads(backend.to_str()) | dict.fromkeys(("padding", "truncation")))
+    return {
+        TEMPLATE: _hash_of([json.dumps(parts, sort_keys=True, default=str)]),
+        "rules of the tokenizer": _hash_of([json.dumps(rules, sort_keys=True, default=str)]),
+    }
 
 
 def _hash_of_tasks(tasks: Iterable[Task]) -> str:

@@ -22,6 +22,7 @@ from pipeline.checkpoints.run_folder import (
     prune,
     put_aside,
     read_state,
+    write_manifest,
 )
 from pipeline.config.settings import Config, ModelSettings, RunSettings
 from pipeline.distributed.ranks import Ranks, parameter_hash
@@ -161,6 +162,31 @@ def test_sharded_or_not_on_any_ranks_training_goes_on_bit_by_bit(tmp_path):
         3, "optimizer", (sharded, True)
     )
     assert ends == [end] * 3
+
+
+@pytest.mark.parametrize("left", [None, {"state": {}}])
+def test_a_checkpoint_that_has_lost_its_moments_is_refused(tmp_path, left):
+    """Though its manifest was written anew."""
+    (tmp_path / ".lock").touch()
+    model = small_model()
+    optimizer = torch.optim.AdamW(model.parameters())
+    checkpointer = Checkpointer(tmp_path, Ranks(0, 1, 60), RunSettings(), TrainState(), tokenizer())
+    checkpointer.save("step-000000", model, optimizer)  # before the first step there are none
+    path = tmp_path / "checkpoints" / "step-000000"
+    load_optimizer(path, optimizer)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    checkpointer.save("step-000000", model, optimizer)
+    load_optimizer(path, optimizer)
+    (path / "optimizer.pt").unlink()
+    if left is not None:
+        torch.save(left, path / "optimizer.pt")
+    (path / "manifest.json").unlink()
+    write_manifest(path, 1)
+    assert problem(path) is None
+    with pytest.raises(UserError, match="step-000000 has lost moments of its optimizer"):
+        load_optimizer(path, optimizer)
 
 
 # Interrupted

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from transformers import PretrainedConfig
 
 from pipeline.checkpoints import resume
 from pipeline.config.cli import parse
@@ -52,7 +53,9 @@ def _opened_where(differing: str, rank: int, patched: pytest.MonkeyPatch) -> str
         resume.open_together(config, folder, ranks, tokenizer, about, made_of)
         weights = torch.full((2, 2), float(rank if differing == "model" else 0))
         model = torch.nn.ParameterDict({"weight": weights})
-        resume.refuse_other_weights(model, ranks)
+        model.config = PretrainedConfig(rope_theta=rank if differing == "configuration" else 0)
+        late = {"module my_tools": has if differing == "module" else "same"}
+        resume.refuse_other_model(model, late, ranks)
     except UserError as error:
         return str(error)
     return "opened"
@@ -64,6 +67,8 @@ DIFFERING = {
     "tasks": "training tasks of airline: rank 1 on two has 'tasks of 1', rank 0 on one has ",
     "tokens": "tokens: rank 1 on two has '",
     "model": "model: rank 1 on two has '",
+    "configuration": "configuration of the base model: rank 1 on two has '",
+    "module": "module my_tools: rank 1 on two has 'module of 1', rank 0 on one has 'module of 0'",
     "folder": "output_dir: rank 1 on two has 'no such folder', rank 0 on one has '/",
     "setting": "grpo.learning_rate: rank 1 on two has 1.0, rank 0 on one has 0.0004; start ",
     "versions": f"versions: rank 1 on two has 'python {platform.python_version()}, torch ",

@@ -8,7 +8,7 @@ import pytest
 from pipeline.data.tasks import HELD_OUT
 from pipeline.errors import UserError
 from pipeline.evaluation.transfer import Runs
-from pipeline.models.tiny import tiny_model
+from pipeline.models.tiny import CHAT_TEMPLATE, tiny_model
 from tests.support.helpers import tokenizer
 from tests.support.messages import says
 from tests.support.warm import play
@@ -17,10 +17,13 @@ pytestmark = pytest.mark.whole_run
 
 ROWS = [{"prompt": f"{a} + 1 =", "answer": str(a + 1)} for a in range(20)]
 REWARD = """
+from pathlib import Path
 from my_graders import graded
 
 
 def correct(completions, answer, **_):
+    if Path("out/metrics.jsonl").exists():  # not before the run
+        import my_late
     return [graded(a) for a in answer]
 """
 GRADERS = "def graded(answer):\n    return float(len(answer))\n"
@@ -47,13 +50,15 @@ SHORT = [
     *("--validation-tasks", "2", "--report-to", "none"),
 ]
 OWN = ["--domains", "sums", "--tasks", "{sums: sums.jsonl}", "--reward-funcs", "my_reward:correct"]
-OWN += [*SHORT, "--eval-tasks-per-domain", "4"]
+OWN += [*SHORT, "--eval-tasks-per-domain", "4", "--chat-template", "my_template.jinja"]
 
 
 def write(folder: Path, rows: list[dict[str, str]], graders: str = GRADERS) -> None:
     (folder / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "my_reward.py").write_text(REWARD)
     (folder / "my_graders.py").write_text(graders)
+    (folder / "my_late.py").write_text("")
+    (folder / "my_template.jinja").write_text(CHAT_TEMPLATE)
 
 
 def changed(number: int, answer: str) -> list[dict[str, str]]:
@@ -97,7 +102,18 @@ def test_other_data_or_more_steps_are_refused_when_a_run_goes_on_or_is_evaluated
     play(*evaluation, "--output-dir", "eval", cwd=tmp_path, num_ranks=1)
     write(tmp_path, ROWS, GRADERS.replace("len(answer)", "0"))
     says(refused(*begun), "was made with other module my_graders; put back")
+    write(tmp_path, ROWS)
+    (tmp_path / "my_late.py").write_text("late = 1")
+    says(refused(*begun), "was made with other module my_late; put back")
+    says(refused(*evaluation, "--output-dir", "eval-2"), "other module my_late; put back")
+    write(tmp_path, ROWS)
+    (tmp_path / "my_template.jinja").write_text("Hello." + CHAT_TEMPLATE)
+    says(refused(*begun), "was made with other tokenizer and chat template; put back")
 
+    write(tmp_path, ROWS, GRADERS.replace("len(answer)", "0"))
+    (tmp_path / "moved").mkdir()
+    (tmp_path / "my_template.jinja").rename(tmp_path / "moved" / "my_template.jinja")
+    begun[begun.index("my_template.jinja")] = "moved/my_template.jinja"
     done = play(*begun, "--override", cwd=tmp_path, num_ranks=1)
     says(done.stderr, "warning: overridden: step-000001 was made with other module my_graders")
     new = json.loads((tmp_path / "out" / "results.json").read_text())["made_of"]
@@ -105,7 +121,8 @@ def test_other_data_or_more_steps_are_refused_when_a_run_goes_on_or_is_evaluated
     assert "module my_reward" in old
 
 
-def test_other_base_weights_under_adapters_are_refused(tmp_path: Path):
+def test_another_base_model_under_adapters_is_refused_and_the_same_may_move(tmp_path: Path):
+    elsewhere, tmp_path = tmp_path / "moved", tmp_path / "made"
     base = tmp_path / "base"
     tokenizer().save_pretrained(base)
     tiny_model(tokenizer(), 1).save_pretrained(base)
@@ -116,14 +133,23 @@ def test_other_base_weights_under_adapters_are_refused(tmp_path: Path):
     ]
     play(*begun, cwd=tmp_path, num_ranks=1)
     again = [*begun, "--resume-from-checkpoint", "latest"]
-    template = base / "chat_template.jinja"
-    text = template.read_text()
-    template.write_text("Hello. " + text)
-    done = play(*again, cwd=tmp_path, num_ranks=1, code=2)
-    says(done.stderr, "was made with other tokenizer and chat template; put back")
-    template.write_text(text)
-    tiny_model(tokenizer(), 2).save_pretrained(base)
-    done = play(*again, cwd=tmp_path, num_ranks=1, code=2)
+    changes = {
+        "chat_template.jinja": ("", "Hello. ", "tokenizer and chat template"),
+        "tokenizer.json": ('"normalizer": null', '"normalizer": {"type": "NFC"}', "rules of the"),
+        "generation_config.json": ('"eos_token_id": 896', '"eos_token_id": [894, 896]', "ends of"),
+        "config.json": ('"rms_norm_eps": 1e-06', '"rms_norm_eps": 1e-05', "configuration of the"),
+    }
+    for name, (before, after, what) in changes.items():
+        text = (base / name).read_text()
+        assert before in text
+        (base / name).write_text(text.replace(before, after, 1))
+        done = play(*again, cwd=tmp_path, num_ranks=1, code=2)
+        says(done.stderr, f"was made with other {what}")
+        (base / name).write_text(text)
+    tmp_path.rename(elsewhere)
+    play(*again, cwd=elsewhere, num_ranks=1)
+    tiny_model(tokenizer(), 2).save_pretrained(elsewhere / "base")
+    done = play(*again, cwd=elsewhere, num_ranks=1, code=2)
     says(done.stderr, "was made with other weights of the base model (float32); put back")
 
 

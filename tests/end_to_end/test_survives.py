@@ -86,14 +86,14 @@ def launch(*flags: str, cwd: Path, log: Path) -> subprocess.Popen[bytes]:
         return subprocess.Popen(command, cwd=cwd, env=own, stdout=file, stderr=subprocess.STDOUT)
 
 
-def test_sigterm_before_and_after_the_first_checkpoint_leaves_no_trace_in_what_auto_ends(
+def test_sigterm_in_the_warm_start_and_later_leaves_no_trace_in_what_auto_ends(
     undisturbed: Path, tmp_path: Path
 ) -> None:
-    """In the warm start, and before a stage's evaluation; with checkpoints at stage ends only."""
+    """In its first step, and before a stage's evaluation; with checkpoints at stage ends only."""
     flags = [*FLAGS, "--save-steps", "0", "--resume-from-checkpoint", "auto"]
     flags += ["--output-dir", "out"]
-    done = play(*flags, cwd=tmp_path, code=1, sigterm_at='"after": "start"')
-    assert "interrupted before the first checkpoint; start again" in done.stdout
+    done = play(*flags, cwd=tmp_path, code=75, sigterm_at='"after": "start"')
+    assert "interrupted after 0 steps; go on with" in done.stdout
     step = '"kind": "train", "stage": "airline", "step": 2'
     done = play(*flags, cwd=tmp_path, code=75, sigterm_at=step)
     assert "Traceback" not in done.stdout + done.stderr

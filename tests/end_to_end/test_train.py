@@ -2,6 +2,7 @@
 
 import gzip
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import yaml
 
 from pipeline.config.settings import Config
 from pipeline.distributed.ranks import Ranks
+from pipeline.errors import RunError
 from pipeline.grpo.collect import RolloutBatch, Sample, give_advantages
 from pipeline.preflight import memory
 from pipeline.preflight.memory import Memory
@@ -221,6 +223,48 @@ def test_an_evaluation_that_cannot_be_scored_stops_the_run_and_costs_nothing(
     found = results(tmp_path / "out")["evaluations"]
     assert [evaluation["after"] for evaluation in found] == ["start", "desk"]
     assert [record["step"] for record in metrics(tmp_path / "out")] == [1, 2]
+
+
+def note_and_fail(run: Run, name: str, _: Any) -> None:
+    """Note what was played; fail where the file `fails_at` says, as a killed run would."""
+    with Path("played").open("a") as file:
+        file.write(f"{name}\n")
+    if name == Path("fails_at").read_text():
+        raise RunError("killed")
+
+
+@pytest.mark.parametrize("num_supervised", [0, 1])
+def test_no_evaluation_that_was_finished_is_played_again(
+    tmp_path: Path, num_supervised: int
+) -> None:
+    """And a stage of two steps does not begin anew because its evaluation failed."""
+    own = ["--warm-start-steps", str(num_supervised), "--warm-start-batch-size", "1"]
+    own += ["--max-steps", "2", "--tasks-per-step", "2", "--num-generations", "2"]
+    own += ["--domains", "airline", "--eval-tasks-per-domain", "2", "--output-dir", "out"]
+    own += ["--resume-from-checkpoint", "auto"]
+    supervised = ["evaluation-warm_start"] * num_supervised
+    first = [*supervised, "airline", "evaluation-airline"]
+    played = []
+    for fails_at in (*first, "nowhere"):
+        (tmp_path / "fails_at").write_text(fails_at)
+        (tmp_path / "played").unlink(missing_ok=True)
+        play(
+            *(*SMALL, *own),
+            cwd=tmp_path,
+            num_ranks=1,
+            code=fails_at != "nowhere",
+            open_run=partial(open_run, on_batch=note_and_fail),
+        )
+        played.append((tmp_path / "played").read_text().split())
+    expected = [
+        ["airline"],
+        ["airline", "airline", "evaluation-airline"],
+        ["evaluation-airline"],
+    ]
+    if num_supervised:
+        expected = [["evaluation-warm_start"], ["evaluation-warm_start", "airline"], *expected[1:]]
+    expected[0] = ["evaluation-start", *expected[0]]
+    assert played == expected
 
 
 def crowded(config: Config, *arguments: Any) -> Run:

@@ -1,7 +1,6 @@
 """The warm start: its rows are what the policy will see, with labels on what it says."""
 
 import gc
-import inspect
 import json
 import re
 from importlib import import_module
@@ -12,8 +11,10 @@ import torch
 from accelerate import Accelerator
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW
-from transformers import get_scheduler
+from transformers import AutoModelForCausalLM, get_scheduler
 
+from pipeline.checkpoints.checkpoint import Checkpointer, TrainState
+from pipeline.checkpoints.run_folder import find_checkpoint, read_state
 from pipeline.config.cli import flag, parse
 from pipeline.config.settings import (
     DEFAULT_DOMAINS,
@@ -22,13 +23,15 @@ from pipeline.config.settings import (
     ModelSettings,
     RolloutSettings,
 )
-from pipeline.distributed.ranks import Interrupted, Ranks
+from pipeline.distributed.ranks import Interrupted, Ranks, parameter_hash
+from pipeline.distributed.sharding import shard_model, whole
 from pipeline.environments.domains import Domain
 from pipeline.environments.experts import run_expert
 from pipeline.environments.tools import tool_schemas
 from pipeline.errors import UserError
 from pipeline.grpo import token_logprobs
 from pipeline.models import lora
+from pipeline.models.layers import outer_layers
 from pipeline.models.tiny import tiny_model
 from pipeline.preflight.prepare import prepare
 from pipeline.preflight.trials import check_demonstrations, check_limits
@@ -359,13 +362,17 @@ def train_on_this_rank(deterministic):
     ranks = Ranks(accelerator.process_index, accelerator.num_processes, 60)
     model = tiny_model(tokenizer(), seed=1)
     steps = []
+
+    def on_step(loss, _):
+        steps.append(loss)
+
     for layer in model.model.layers:  # whose masks would be drawn on each rank for its own rows
         layer.self_attn.attention_dropout = 0.3
     settings = config(steps=3, batch_size=4, rule_share=1.0)
     settings = settings.changed("run", deterministic=deterministic)
     examples = sft_examples(settings, chat(), embedded(*DEFAULT_DOMAINS))
     schedule = warm_start_schedule(settings)
-    loss = fine_tune(settings, accelerator, ranks, model, examples, schedule, on_step=steps.append)
+    loss = fine_tune(settings, accelerator, ranks, model, examples, schedule, on_step=on_step)
     ranks.check_same_parameters(model.named_parameters(), "after the warm start")
     flat = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
     assert all(parameter.grad is None for parameter in model.parameters())
@@ -397,32 +404,56 @@ def test_any_number_of_ranks_warm_starts_alike_and_a_deterministic_one_bit_by_bi
         assert steps == 3
 
 
-def stopped(at: str):
-    """A warm start of two examples a step, in micro-batches of one, that a signal stops."""
+def trained(folder, shard, stop_after, resumes):
+    """The hash of the parameters and the loss after a warm start, or None if a signal stops it."""
     accelerator = Accelerator()
-    model = tiny_model(tokenizer(), seed=1)
-    seen = []
     ranks = Ranks(accelerator.process_index, accelerator.num_processes, 60)
-    settings = config(steps=3, batch_size=2 * ranks.num_ranks)
-    settings = settings.changed("grpo", max_tokens_per_microbatch=1)
-    alive = ranks.alive
-
-    def watched():
-        if inspect.stack()[1].function == "_backward_one":
-            seen.append(ranks.rank)
-            ranks.stop_wanted |= at == f"rank {ranks.rank}, micro-batch {len(seen)}"
-        alive()
-
-    ranks.alive = watched
-    examples = sft_examples(settings, chat(), embedded("airline"))
+    settings = config(steps=4, batch_size=2).changed("grpo", shard=shard)
+    state = TrainState()
+    path = find_checkpoint(folder, "latest")[0] if resumes else None
+    model = tiny_model(tokenizer(), seed=1)
+    if path is not None:
+        state.load_state_dict(read_state(path))
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    if shard == "full":
+        shard_model(model, outer_layers(model), None, reshards=True)
+    checkpointer = Checkpointer(folder, ranks, settings.run, state, tokenizer(), resumed=path)
     steps = []
-    schedule = warm_start_schedule(settings)
-    with pytest.raises(Interrupted):
-        fine_tune(settings, accelerator, ranks, model, examples, schedule, on_step=steps.append)
-    return len(seen), len(steps)
+
+    def on_step(loss, optimizer):
+        steps.append(loss)
+        # As if the signal had come in the middle of the step, to one rank.
+        ranks.stop_wanted |= len(steps) == stop_after and ranks.rank == ranks.num_ranks - 1
+        if checkpointer.is_late:
+            checkpointer.save("step-000000", model, optimizer)
+
+    try:
+        loss = fine_tune(
+            settings,
+            accelerator,
+            ranks,
+            model,
+            sft_examples(settings, chat(), embedded("airline")),
+            warm_start_schedule(settings),
+            state=state.warm_start,
+            resumed=path,
+            on_step=on_step,
+        )
+    except Interrupted:
+        return None
+    assert len(steps) == 2 if resumes else 4
+    return parameter_hash((n, whole(p)) for n, p in model.named_parameters()), loss
 
 
-def test_a_signal_stops_a_warm_start_within_a_micro_batch():
-    """On all ranks: the rank with the signal leaves out the rest of its step."""
-    assert play_ranks(stopped, 1, "rank 0, micro-batch 3") == [(3, 1)]
-    assert play_ranks(stopped, 2, "rank 1, micro-batch 3") == [(4, 1), (3, 1)]
+@pytest.mark.parametrize(
+    ("num_ranks", "shard"), [(1, "none"), (2, "none"), (2, "optimizer"), (2, "full")]
+)
+def test_a_warm_start_that_a_signal_has_stopped_goes_on_bit_by_bit(tmp_path, num_ranks, shard):
+    (tmp_path / ".lock").touch()
+    undisturbed, stopped, resumed = (
+        play_ranks(trained, num_ranks, tmp_path, shard, *how)
+        for how in ((0, False), (2, False), (0, True))
+    )
+    assert stopped == [None] * num_ranks
+    assert isinstance(undisturbed[0], tuple), undisturbed
+    assert resumed == undisturbed == [undisturbed[0]] * num_ranks

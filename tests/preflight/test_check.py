@@ -1,9 +1,12 @@
 """What is checked before any rank computes: `--check`, preparation, memory, the run's folder."""
 
+import json
 import re
 import shutil
 
 import pytest
+from tokenizers import Tokenizer
+from transformers import PreTrainedTokenizerFast
 
 from pipeline.checkpoints.checkpoint import TrainState, save
 from pipeline.checkpoints.run_folder import begin, check_folder, folder_of, open_folder
@@ -14,7 +17,7 @@ from pipeline.models.tiny import tiny_model
 from pipeline.preflight import check
 from pipeline.preflight.check import check_and_prepare
 from pipeline.preflight.memory import GIB, Memory, memory_of_a_rank
-from pipeline.preflight.prepare import prepare
+from pipeline.preflight.prepare import hashes_of_tokenizer, prepare
 from tests.support import ROOT
 from tests.support.helpers import tokenizer
 from tests.support.messages import refusal, says
@@ -399,6 +402,55 @@ def test_a_folder_that_holds_a_run_is_refused_unless_it_is_resumed(tmp_path):
     check_folder(settings)
     (tmp_path / "results.json").write_text("{}")
     assert f"{tmp_path} holds a run" in refusal(check_folder, settings)
+
+
+def test_what_a_run_without_a_checkpoint_has_written_is_moved_and_not_lost(tmp_path):
+    settings = config(run={"output_dir": str(tmp_path)})
+    for number in (1, 2):
+        for _ in range(2):  # the second start finds nothing to keep
+            opened = open_folder(settings)
+            opened.lock.close()
+            begin(opened, settings, 1, 0, set())
+        (tmp_path / "metrics.jsonl").write_text(f"{number}\n")
+        (tmp_path / "trajectories" / "evaluation-start").mkdir(parents=True)
+    opened = open_folder(settings)
+    begin(opened, settings, 1, 0, set())
+    first, kept = tmp_path / "earlier-start-1", tmp_path / "earlier-start-2"
+    assert opened.notes == [f"note: an earlier start left no checkpoint, but files: {kept}"]
+    assert (first / "metrics.jsonl").read_text() == "1\n"
+    moved = {path.name for path in kept.iterdir()}
+    assert moved == {"config.yaml", "metrics.jsonl", "trajectories"}
+    assert not (tmp_path / "metrics.jsonl").exists() and not (tmp_path / "trajectories").exists()
+
+
+CHANGES = {
+    "added_tokens": lambda old: [*old[:-1], {**old[-1], "lstrip": True}],
+    "decoder": lambda _: {"type": "Fuse"},
+    "model": lambda old: {**old, "ignore_merges": False},
+    "normalizer": lambda _: {"type": "NFKC"},
+    "post_processor": lambda old: {**old, "single": [*old["single"], *old["single"]]},
+    "pre_tokenizer": lambda old: {"type": "Digits", "individual_digits": True},
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_each_part_of_a_tokenizer_counts_in_its_hash(name):
+    own = tokenizer()
+    before = hashes_of_tokenizer(own)
+    own(["a", "longer"], padding=True, truncation=True, max_length=4)  # changes the backend
+    assert hashes_of_tokenizer(own) == before
+    file = json.loads(own.backend_tokenizer.to_str())
+    file[name] = CHANGES[name](file[name])
+    other = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer.from_str(json.dumps(file)),
+        pad_token=own.pad_token,
+        eos_token=own.eos_token,
+        clean_up_tokenization_spaces=False,
+    )
+    other.chat_template = own.chat_template
+    other.response_template = own.response_template
+    after = hashes_of_tokenizer(other)
+    assert [what for what in before if after[what] != before[what]] == ["rules of the tokenizer"]
 
 
 def test_a_run_that_is_still_stopping_keeps_its_folder(tmp_path):
