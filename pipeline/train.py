@@ -381,7 +381,7 @@ def stop(run: Run) -> int:
     if run.state.stage != "start" and not run.checkpointer.is_current:
         run.save()
     if not run.watchdog.can_resume:
-        run.say("interrupted in the first evaluation, before a checkpoint; start again")
+        run.say("interrupted before the first checkpoint; start again")
         return 1
     command = f"--output-dir {run.folder} --resume-from-checkpoint latest"
     run.say(f"interrupted after {run.state.step} steps; go on with {command}")

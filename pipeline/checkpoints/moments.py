@@ -88,11 +88,16 @@ def load_optimizer(path: Path, optimizer: torch.optim.Optimizer) -> None:
     cut = optimizer if isinstance(optimizer, ShardedAdamW) else None
     parameters = _parameters(optimizer) if cut is None else cut.whole_parameters
     saved = optimizer.state_dict()
+    num_moments = read_state(path).get(NUM_MOMENTS, 0)
     if (path / PARTS).is_dir():
         saved["state"] = _read_parts(path / PARTS, parameters)
+        is_whole = bool(saved["state"])
     elif (path / WHOLE).is_file():
         saved |= torch.load(path / WHOLE, map_location="cpu", weights_only=True)
-    if len(saved["state"]) < read_state(path).get(NUM_MOMENTS, 0):
+        is_whole = len(saved["state"]) >= num_moments
+    else:
+        is_whole = not num_moments
+    if not is_whole:
         why = f"{path.name} has lost moments of its optimizer ({WHOLE} or {PARTS})"
         raise UserError(f"resume_from_checkpoint: {why}; copy it again, or give an earlier one")
     for number, of in saved["state"].items():
@@ -106,14 +111,15 @@ def load_optimizer(path: Path, optimizer: torch.optim.Optimizer) -> None:
 def _read_parts(
     folder: Path, parameters: Sequence[torch.Tensor]
 ) -> dict[int, dict[str, torch.Tensor]]:
-    """Return the moments of each parameter, sharded as the parameter is."""
+    """Return the moments of each parameter, sharded as the parameter is; {} if some are lost."""
     found = {
-        f"{number}.{name}": torch.zeros_like(parameter)
+        f"{number}.{name}": torch.empty_like(parameter)
         for number, parameter in enumerate(parameters)
         for name in MOMENTS
     }
     found["step"] = torch.zeros(1)
-    read_parts(folder, found)
+    if not read_parts(folder, found):
+        return {}
     return {
         number: {
             "step": found["step"][0].clone(),

@@ -244,12 +244,21 @@ def write_parts(
         raise fault from None
 
 
-def read_parts(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
-    """Read into the tensors what `write_parts` has written on any number of ranks."""
+def read_parts(folder: Path, tensors: dict[str, torch.Tensor]) -> bool:
+    """Read into the tensors what `write_parts` has written on any number of ranks.
+
+    Returns whether this rank has found all that it needs.
+    """
     import torch.distributed.checkpoint as dcp
 
-    # Each rank reads what it needs, without the others.
-    dcp.load(tensors, storage_reader=dcp.HuggingFaceStorageReader(str(folder)), no_dist=True)
+    for tensor in tensors.values():
+        local(tensor).fill_(torch.nan)  # a lost file may leave holes
+    try:
+        # Each rank reads what it needs, without the others.
+        dcp.load(tensors, storage_reader=dcp.HuggingFaceStorageReader(str(folder)), no_dist=True)
+    except dcp.CheckpointException:
+        return False
+    return not any(local(tensor).isnan().any() for tensor in tensors.values())
 
 
 @contextmanager

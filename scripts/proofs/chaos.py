@@ -2,10 +2,10 @@
 
     python scripts/proofs/chaos.py --kills 100
 
-The script first makes one undisturbed run of three short stages. The script then kills the same run
-at random moments: SIGKILL to one rank, to all ranks or to the launcher, or SIGTERM to the launcher.
-After some kills, the script cuts a checkpoint file short or flips one bit of a file. The same
-command with `--resume-from-checkpoint auto` then resumes the run.
+The script first makes one undisturbed run of a warm start and three short stages. It then kills the
+same run at random moments: SIGKILL to one rank, to all ranks or to the launcher, or SIGTERM to the
+launcher. After some kills, the script cuts a checkpoint file short or flips one bit of a file. The
+same command with `--resume-from-checkpoint auto` then resumes the run.
 
 A run that finishes must have the same SHA-256 sums as the undisturbed run: of the parameters after
 each stage, and of metrics.jsonl. A damaged checkpoint of a stage is only counted if no resume
@@ -50,13 +50,14 @@ from scripts.bench.common import finish_run, machine, parser_of, start_run, writ
 
 KINDS = ("one rank", "all ranks", "launcher", "SIGTERM")
 Moment = Callable[[], bool]  # returns whether the time for a kill has come
-RESUMED = re.compile(r"^resuming from step-\d+: ", re.MULTILINE)
+RESUMED = re.compile(r"^resuming from step-\d*[1-9]\d*: ", re.MULTILINE)
 LIMIT_S = 60.0  # seconds in which all processes must end after a kill
 CLOSE = 1e-3  # of the change of the parameters
 SHORT = (
     "--tasks-per-step 6 --num-generations 6 --eval-tasks-per-domain 4 --eval-trials 1 "
     "--validation-steps 2 --validation-tasks 3 --report-to none --max-steps 6 --save-steps 1 "
-    "--num-iterations 2 --dynamic-sampling --max-resample-times 1 --warm-start-steps 6"
+    "--num-iterations 2 --dynamic-sampling --max-resample-times 1 --warm-start-steps 6 "
+    "--save-minutes 0.002"
 )
 
 
