@@ -37,7 +37,9 @@ def before_training(run: Run) -> None:
     state = run.state
     if config.agent.url is not None:
         play_agent(run, str(config.agent.model))
-    if not state.evaluated("start"):
+    # A resume may ask for what an earlier start left out.
+    is_untrained = state.stage == "start" and not state.warm_start
+    if config.evaluation.eval_on_start and is_untrained and not state.evaluated("start"):
         evaluate_held_out(run, "start")
     if not config.grpo.use_grpo:
         return
@@ -76,7 +78,9 @@ def play_agent(run: Run, name: str) -> None:
     with closing(model):
         agent = agent_rollout(run.learner.rollout, model, temperature)
         tasks = [task for tasks in run.parts.held_out.values() for task in tasks]
-        count = len(ranks.shard(len(tasks))) * (config.evaluation.eval_trials + 1)
+        evaluation = config.evaluation
+        trials = evaluation.eval_trials + evaluation.eval_greedy
+        count = len(ranks.shard(len(tasks))) * trials
         shown = episodes_of(f"agent {name}", count, ranks)
         with ranks.phase("evaluate", run.state.stage, run.state.step), shown as progress:
             entry, played = evaluate_agent(agent, tasks, config, ranks, progress)
@@ -238,7 +242,7 @@ def report_start(run: Run, batch: RolloutBatch) -> None:
     groups = run.start_report.gathered(run.ranks)
     if run.ranks.is_main:
         with may_fail("start report", "the run goes on without it"):
-            evaluation = run.state.evaluations[-1]
+            evaluation = next(reversed(run.state.evaluations), None)
             baselines = run.baselines
             run.start_report.content = start_report(groups, evaluation, run.config, baselines)
             for line in start_block(run.start_report.content).splitlines():

@@ -350,10 +350,12 @@ def evaluate_held_out(run: Run, after: str) -> None:
     tasks = [task for tasks in run.parts.held_out.values() for task in tasks]
     name = f"evaluation after {after}"
     share = len(run.ranks.shard(len(tasks)))
-    shown = episodes_of(name, share * (trials + 1), run.ranks)
+    shown = episodes_of(name, share * (trials + settings.eval_greedy), run.ranks)
     with run.ranks.phase("evaluate", run.state.stage, run.state.step), shown as progress:
         sampled, trajectories = evaluate(rollout, tasks, trials, seed, run.ranks, progress=progress)
-        greedy, _ = evaluate(rollout, tasks, 1, seed, run.ranks, greedy=True, progress=progress)
+        greedy = list[EpisodeRecord]()
+        if settings.eval_greedy:
+            greedy, _ = evaluate(rollout, tasks, 1, seed, run.ranks, greedy=True, progress=progress)
     is_trained = run.learner.updater is not None
     ends = failed_trials([*sampled, *greedy]) or unscored_trials([*sampled, *greedy])
     if ends and is_trained and not run.checkpointer.is_current:

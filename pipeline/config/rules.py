@@ -352,6 +352,10 @@ def _run(config: Config) -> Rows:
             for step in run.profile
         ),
         (
+            not (config.evaluation.eval_on_start or config.grpo.use_grpo),
+            "eval_on_start: got false for a run that only evaluates; take it out",
+        ),
+        (
             run.keep_best and not config.evaluation.validation_steps,
             "keep_best: needs validations; give validation_steps more than 0, or take it out",
         ),

@@ -311,6 +311,8 @@ class EvaluationSettings(Section):
     """evaluation"""
 
     eval_trials: PositiveInt = field(2, "sampled trials per held-out task")
+    eval_on_start: bool = field(True, "evaluate the given model before anything is trained")
+    eval_greedy: bool = field(True, "play each held-out task once more, with the likeliest tokens")
     success_threshold: float = field(1.0, "least reward of a success")
     validation_steps: NonNegativeInt = field(25, "steps between validations; 0: never")
     kl_probe_tasks: NonNegativeInt = field(16, "tasks per learned domain for the KL probe; 0: none")

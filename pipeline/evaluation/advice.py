@@ -120,7 +120,7 @@ class StartReport:
 
 def start_report(
     groups: Sequence[Group],
-    evaluation: Evaluation,
+    evaluation: Evaluation | None,
     config: Config,
     baselines: Mapping[str, Mapping[str, float]],
 ) -> dict[str, Any]:
@@ -128,6 +128,7 @@ def start_report(
 
     Rates are [value, low, high], or None without tasks. pass@1 and pass@G, where G is
     `num_generations`, are means over the groups; pass@G counts groups without left-out episodes.
+    The `evaluation` is the last one before GRPO, if there was one.
     """
     domains: dict[str, dict[str, Any]] = {}
     lines: list[str] = []
@@ -142,7 +143,7 @@ def start_report(
         ]
         best = max(baselines.get(domain, {}).items(), key=lambda of: of[1], default=None)
         domains[domain] = {
-            "held_out": rate(evaluation, domain, "mean", threshold),
+            "held_out": evaluation and rate(evaluation, domain, "mean", threshold),
             "pass@1": mean_over_tasks([c / n for c, n in counts if n], domain),
             f"pass@{size}": mean_over_tasks(
                 [pass_at_k(c, n, size) for c, n in counts if n >= size], domain
@@ -152,11 +153,12 @@ def start_report(
             "baseline": best and list(best),
         }
         if domain in trained and not domains[domain]["groups_with_signal"]:
-            tasks = [*evaluation["success"][domain]["tasks"].values()]
+            success = evaluation["success"][domain]["tasks"] if evaluation else {}
+            tasks = [*success.values()]
             pass_at_size = (domains[domain][f"pass@{size}"] or [None])[0]
             lines += _advice(domain, own, tasks, threshold, size, pass_at_size)
     return {
-        "after": evaluation["after"],
+        "after": evaluation and evaluation["after"],
         "num_generations": size,
         "domains": domains,
         "lines": lines,
@@ -182,9 +184,9 @@ def _advice(
     if differ or any(len({*of}) > 1 for of in tasks) or (any(trials) and not groups):
         return
     if not groups:
-        none = f"none of {len(trials)} held-out trials succeeds"
+        none = f"none of {len(trials)} held-out trials succeeds, and " if trials else ""
         yield (
-            f"{domain}: {none}, and the first step has no group of {domain}; "
+            f"{domain}: {none}the first step has no group of {domain}; "
             "--start-report-tasks 8 plays groups before the first step"
         )
         return

@@ -150,7 +150,7 @@ def evaluate_agent(
     seed = config.run.seed
     records, played = evaluate(agent, tasks, num_trials, seed, ranks, progress=progress)
     greedy = list[EpisodeRecord]()
-    if not failed_trials(records):
+    if config.evaluation.eval_greedy and not failed_trials(records):
         greedy, _ = evaluate(agent, tasks, 1, seed, ranks, greedy=True, progress=progress)
     ended = next(filter(None, ranks.all_gather_objects(policy.model.ended, "agent")), "")
     trials = [*records, *greedy]

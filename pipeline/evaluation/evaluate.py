@@ -141,13 +141,14 @@ def success(
     An episode is a success if its reward is at least `threshold`. For a domain with a reward other
     than 0 and 1, the result also has the domain's mean rewards. `pass^k` lists pass^1, pass^2, ...,
     at most pass^MOST_K (see `pass_hat_k`). With reward functions, `rewards` has the mean sampled
-    reward of each source by name, without weights.
+    reward of each source by name, without weights. Without greedy episodes, nothing is said of
+    them.
     """
 
     def rates(sampled: Sequence[EpisodeRecord], greedy: Sequence[EpisodeRecord]) -> Success:
         return {
             "mean": fmean(succeeded(record.reward, threshold) for record in sampled),
-            "greedy": fmean(succeeded(record.reward, threshold) for record in greedy),
+            **({"greedy": fmean(succeeded(r.reward, threshold) for r in greedy)} if greedy else {}),
             "num_tasks": len({record.task_id for record in sampled}),
         }
 
@@ -155,13 +156,15 @@ def success(
         def by(*names: str) -> dict[str, Success]:
             of_greedy = grouped(greedy, *names)
             groups = sorted(grouped(sampled, *names).items())
-            return {key: rates(of, of_greedy[key]) for key, of in groups if key not in ("", "/")}
+            named = ((key, of) for key, of in groups if key not in ("", "/"))
+            return {key: rates(of, of_greedy.get(key, ())) for key, of in named}
 
         found = rates(sampled, greedy)
         tasks = grouped(sampled, "task_id")
         if is_graded(record.reward for record in (*sampled, *greedy)):
             found["reward"] = fmean(record.reward for record in sampled)
-            found["greedy_reward"] = fmean(record.reward for record in greedy)
+            if greedy:
+                found["greedy_reward"] = fmean(record.reward for record in greedy)
         by_name: dict[str, list[float]] = {}
         for name, reward in chain(*(record.rewards.items() for record in sampled)):
             by_name.setdefault(name, []).extend([] if reward is None else [reward])
@@ -178,14 +181,14 @@ def success(
             "num_trials": num_trials,
             "pass^k": [fmean(pass_hat_k(sum(of), len(of), k) for of in solved) for k in ks],
             "tasks": {task: [record.reward for record in of] for task, of in tasks.items()},
-            "greedy_tasks": {record.task_id: record.reward for record in greedy},
+            **({"greedy_tasks": {r.task_id: r.reward for r in greedy}} if greedy else {}),
             "tools": dict(sorted(tools.items())),
             "families": by("family"),
             "branches": by("family", "branch"),
         }
 
     of_greedy = grouped(greedy, "domain")
-    return {d: of_domain(of, of_greedy[d]) for d, of in grouped(sampled, "domain").items()}
+    return {d: of_domain(of, of_greedy.get(d, ())) for d, of in grouped(sampled, "domain").items()}
 
 
 def evaluation_metrics(rates: Mapping[str, Success]) -> dict[str, float]:

@@ -246,9 +246,10 @@ def summary(results: Sequence[Results], over_seeds: bool = True) -> dict[str, An
     """Return all transfer numbers of a run, or of runs that differ in their seed only.
 
     The intervals come from resampled tasks and, by default, resampled seeds. Raises UserError if
-    the runs have different evaluation points, domains, tasks or success thresholds.
+    the runs have different evaluation points, domains, tasks or success thresholds. Without an
+    evaluation before GRPO, there are no numbers.
     """
-    if not any(of["evaluations"] for of in results):
+    if not any(entry["after"] in BEFORE_GRPO for of in results for entry in points_of(of)):
         return {}
     runs = Runs(results, over_seeds)
     rewards = {}
@@ -375,18 +376,20 @@ def rate(evaluation: Mapping[str, Any], domain: str, kind: str, threshold: float
     """Return [value, low, high] of a domain's success rate, or of the `mean` over all domains.
 
     `kind` is `mean` (sampled) or `greedy`. The numbers of sampled trials are those of `summary`.
-    Returns None for a domain that was not evaluated.
+    Returns None for a domain that was not evaluated so.
     """
     success = evaluation["success"]
     used = {d: of for d, of in success.items() if domain in (d, "mean")}
+    used = {d: of for d, of in used.items() if kind == "mean" or kind in of}
     if not used:
         return None
     samples = []
     for name, of in used.items():
-        solved = np.arange(len(of["tasks"])) < round(of["greedy"] * len(of["tasks"]))
         if kind == "mean":
             trials = [of["tasks"][task] for task in sorted(of["tasks"])]
             solved = [fmean(succeeded(reward, threshold) for reward in task) for task in trials]
+        else:
+            solved = np.arange(len(of["tasks"])) < round(of[kind] * len(of["tasks"]))
         samples.append(mean_samples(solved, name))
     return _cell(np.mean(samples, axis=0), sum(len(of["tasks"]) for of in used.values()))
 

@@ -232,7 +232,7 @@ def _stacked(
 
 
 def stage_performance(run: RunData) -> Figure:
-    """Draw sampled success (bars) and greedy success (diamonds) of each domain after each stage."""
+    """Draw sampled success (bars), and greedy success (diamonds), of domains after each stage."""
     names = [evaluation["after"].replace("_", " ") for evaluation in run.evaluations]
     columns = min(3, len(run.domains))
     rows = math.ceil(len(run.domains) / columns)
@@ -261,8 +261,13 @@ def stage_performance(run: RunData) -> Figure:
         axes.set_xticks(range(len(names)), names, rotation=35, ha="right", rotation_mode="anchor")
         axes.set(xlim=(-0.7, max(len(names), 1) - 0.3), xlabel="evaluated after")
     figure.supylabel("success rate", fontsize="medium")
-    drawing.legend(figure, [*RATES, *([BASELINE] if run.results["baselines"] else [])])
+    rates = RATES if _is_greedy(run) else RATES[:1]
+    drawing.legend(figure, [*rates, *([BASELINE] if run.results["baselines"] else [])])
     return figure
+
+
+def _is_greedy(run: RunData) -> bool:
+    return any("greedy" in of for e in run.evaluations for of in e["success"].values())
 
 
 def _draw_rates(axes: Axes, x: float, sampled: Any, greedy: Any, colour: str, pale: bool) -> None:
@@ -272,7 +277,8 @@ def _draw_rates(axes: Axes, x: float, sampled: Any, greedy: Any, colour: str, pa
         text = f"{sampled[0]:.2f}"
         axes.text(x, 0.02, text, ha="center", size="small", color=ink, rotation=90)
     draw_rate(axes, x - 0.15, sampled, fmt="none", ecolor="black")
-    draw_rate(axes, x + 0.2, greedy, ecolor="black", **DIAMOND)
+    if greedy:
+        draw_rate(axes, x + 0.2, greedy, ecolor="black", **DIAMOND)
 
 
 def accuracy_matrix(run: RunData) -> Figure | None:

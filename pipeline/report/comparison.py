@@ -43,14 +43,14 @@ def runs_in(folders: Sequence[Path]) -> list[Path]:
 
 
 def finished(folders: Sequence[Path]) -> tuple[list[RunData], list[RunData]]:
-    """Return two lists: the runs that were evaluated after every stage, and the other runs.
+    """Return two lists: the runs evaluated before GRPO and after every stage, and the other runs.
 
     A run is not finished if it was interrupted or has no stages. Raises UserError if no run is
     finished.
     """
     runs = [load_run(folder) for folder in folders]
-    done = [run for run in runs if is_finished(run)]
-    others = [run for run in runs if not is_finished(run)]
+    done = [run for run in runs if is_finished(run) and run.transfer]
+    others = [run for run in runs if run not in done]
     if not done:
         names = ", ".join(run.folder.name for run in others)
         raise UserError(

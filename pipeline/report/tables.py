@@ -69,6 +69,7 @@ def success_tables(results: Mapping[str, Any]) -> list[Rows]:
     names = [*domains_of(results["evaluations"]), "mean"]
     threshold = threshold_of([results])
     agents = agents_of(results)
+    kinds = kinds_of([*ends, *agents.values()])
     if not ends:
         return []
 
@@ -76,10 +77,10 @@ def success_tables(results: Mapping[str, Any]) -> list[Rows]:
         return [with_interval(rate(e, name, kind, threshold)) for e in of]
 
     if len(ends) < 2:
-        further = [f"{kind}, {agent}" for agent in agents for kind in KINDS.values()]
-        columns = [([e], kind) for e in (*ends, *agents.values()) for kind in KINDS]
+        further = [f"{kind}, {agent}" for agent in agents for kind in kinds.values()]
+        columns = [([e], kind) for e in (*ends, *agents.values()) for kind in kinds]
         rows = ([n, *(c for e, kind in columns for c in cells(n, kind, e))] for n in names)
-        return [[["success", *KINDS.values(), *further], *rows]]
+        return [[["success", *kinds.values(), *further], *rows]]
     gains = {
         **transfer.get("domains", {}).get("gain", {}),
         "mean": transfer.get("metrics", {}).get("total_gain"),
@@ -89,10 +90,16 @@ def success_tables(results: Mapping[str, Any]) -> list[Rows]:
         for n in names
     ]
     greedy = [[name, *cells(name, "greedy", [*ends, *agents.values()])] for name in names]
-    return [
-        [["success, sampled", *ENDS, "change", *agents], *sampled],
-        [["success, greedy", *ENDS, *agents], *greedy],
-    ]
+    tables = [[["success, sampled", *ENDS, "change", *agents], *sampled]]
+    if "greedy" in kinds:
+        tables.append([["success, greedy", *ENDS, *agents], *greedy])
+    return tables
+
+
+def kinds_of(evaluations: Sequence[Evaluation]) -> dict[str, str]:
+    """Return those of KINDS that were played."""
+    played = [of for e in evaluations for of in e["success"].values()]
+    return {key: name for key, name in KINDS.items() if any(key in of for of in played)}
 
 
 def agents_of(results: Mapping[str, Any]) -> dict[str, Evaluation]:
@@ -171,7 +178,7 @@ def data_of(run: RunData, live: bool = False) -> dict[str, Any]:
         "live": live,
         "metrics": metrics,  # with a value other than 0 in any step
         "ends": [e for e in before_and_after(run.evaluations) if e],
-        "kinds": KINDS,
+        "kinds": kinds_of(run.evaluations),
         "success_tables": success_tables({**run.results, "transfer": run.transfer}),
         "ends_in_words": ends_in_words(run.evaluations),
         "failures": failures(run.evaluations),
@@ -240,14 +247,15 @@ def _by_family(run: RunData) -> list[Rows]:
     """Return a table per domain: number of tasks and success rates of its families and branches."""
     ends = [e for e in before_and_after(run.evaluations) if e]
     columns = dict(zip(ENDS if ends[1:] else [""], ends, strict=False)) | agents_of(run.results)
-    names = [", ".join(filter(None, (kind, of))) for kind in KINDS.values() for of in columns]
+    kinds = kinds_of([*columns.values()])
+    names = [", ".join(filter(None, (kind, of))) for kind in kinds.values() for of in columns]
     tables = list[Rows]()
     for domain in run.domains if ends else ():
         success = [e["success"].get(domain, {}) for e in columns.values()]
         found = [{**of.get("families", {}), **of.get("branches", {})} for of in success]
         rows = [
             [name, str(last["num_tasks"])]
-            + [number(of.get(name, {}).get(kind)) for kind in KINDS for of in found]
+            + [number(of.get(name, {}).get(kind)) for kind in kinds for of in found]
             for name, last in sorted(found[len(ends) - 1].items())
         ]
         if rows:

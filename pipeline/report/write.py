@@ -42,7 +42,7 @@ from pipeline.report.tables import (
     start_table,
     success_tables,
 )
-from pipeline.tracking.run_files import after_name, load_run, number
+from pipeline.tracking.run_files import after_name, before_and_after, load_run, number
 
 TEMPLATES = Path(__file__).resolve().parent / "templates"
 # patterns and HTML elements of `code`, **importance** and *emphasis*
@@ -65,7 +65,8 @@ def write_comparison(folders: Sequence[Path], output: Path) -> None:
     """Write a comparison of runs into `output`; raise UserError if runs are not comparable."""
     runs, unfinished = comparison.finished(folders)
     for run in unfinished:
-        say(f"warning: {run.folder} is not finished and is left out")
+        why = "is not finished, or was not evaluated before GRPO"
+        say(f"warning: {run.folder} {why}, and is left out")
     configurations = comparison.configurations_of(runs)
     try:
         output.mkdir(parents=True, exist_ok=True)
@@ -135,6 +136,7 @@ def final_table(results: Mapping[str, Any]) -> str:
     results = {"transfer": {}, **results}
     evaluations = results["evaluations"]
     failed = failures(evaluations)
+    ends = before_and_after(evaluations)
     tables = success_tables(results)
     marked = [
         [[f"{name} (!)" if name in failed else name, *cells] for name, *cells in table]
@@ -145,7 +147,8 @@ def final_table(results: Mapping[str, Any]) -> str:
         "final.txt.jinja",
         results=results,
         tables=[*marked, *filter(None, [pass_hat_table(results["transfer"])])],
-        ends_in_words=ends_in_words(evaluations) if tables[1:] else "",
+        ends_in_words=ends_in_words(evaluations) if all(ends) else "",
+        lacks_start=ends[0] is None and ends[1] is not None,
         failures=failed.values(),
         worse=results.get("worse", {"found": []}),
         numbers=[[METRICS[n], metric(numbers[n], n)] for n in AT_THE_END if n in numbers],

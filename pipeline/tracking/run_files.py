@@ -110,8 +110,8 @@ def load_run(folder: Path) -> RunData:
 
 def is_finished(run: RunData) -> bool:
     """Return whether a run was evaluated after each of its stages; without stages, False."""
-    stages = run.results.get("curriculum", {}).get("stages", ())
-    return bool(stages) and len(run.points) == len(stages) + 1
+    stages = {stage["name"] for stage in run.results.get("curriculum", {}).get("stages", ())}
+    return bool(stages) and stages <= {evaluation["after"] for evaluation in run.evaluations}
 
 
 def read_metrics(folder: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:

@@ -267,6 +267,20 @@ def test_no_evaluation_that_was_finished_is_played_again(
     assert played == expected
 
 
+def test_what_is_not_wanted_is_not_evaluated_and_a_resume_does_not_make_up_for_it(
+    tmp_path: Path,
+) -> None:
+    short = ["--domains", "airline", "--warm-start-steps", "0", "--max-steps", "1"]
+    short += ["--tasks-per-step", "2", "--num-generations", "2", "--eval-tasks-per-domain", "2"]
+    left_out = ["--no-eval-on-start", "--no-eval-greedy", "--output-dir", "out"]
+    play(*SMALL, *short, *left_out, cwd=tmp_path)
+    (entry,) = results(tmp_path / "out")["evaluations"]
+    assert (entry["after"], "greedy" in entry["success"]["airline"]) == ("airline", False)
+    again = ["--resume-from-checkpoint", "latest", "--output-dir", "out", "--override"]
+    play(*again, "--eval-on-start", cwd=tmp_path)
+    assert [e["after"] for e in results(tmp_path / "out")["evaluations"]] == ["airline"]
+
+
 def crowded(config: Config, *arguments: Any) -> Run:
     """Open a run on a machine whose memory is less than all episodes at once need."""
     need = Memory(config.changed("rollout", max_concurrent_episodes=4)).need()

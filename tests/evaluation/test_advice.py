@@ -122,6 +122,16 @@ def test_rates_come_from_the_groups_and_the_evaluation():
     ]
 
 
+def test_without_an_evaluation_before_grpo_the_groups_alone_count():
+    played = [*episodes("airline", "a", 1, 0, 0, 0), *episodes("retail", "a", 0, 0, 0, 0)]
+    gathered = StartReport()
+    gathered.add(played, 4)
+    found = start_report(gathered.gathered(Ranks(0, 1, 5)), None, config_of(), BASELINES)
+    assert (found["after"], found["domains"]["airline"]["held_out"]) == (None, None)
+    assert "held-out: " not in start_block(found)
+    says(found["lines"][0], "retail: the only group has no signal")
+
+
 def test_left_out_episodes_count_in_no_rate_and_their_groups_not_in_pass_at_the_group_size():
     failed = episodes("airline", "a", 0, reason=StopReason.ENVIRONMENT_ERROR, left_out="reset")
     played = [*episodes("airline", "a", 1, 1, 0), *failed, *episodes("airline", "b", 0, 0, 0, 1)]

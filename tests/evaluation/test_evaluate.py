@@ -271,6 +271,9 @@ def test_sampled_and_greedy_success_stand_side_by_side():
         "families": {},
         "branches": {},
     }
+    without = success(sampled, [], num_trials=2)["airline"]
+    assert without.keys() == airline.keys() - {"greedy", "greedy_tasks"}
+    assert without["families"]["bags"] == {"mean": 0.5, "num_tasks": 1}
 
 
 # Environment errors

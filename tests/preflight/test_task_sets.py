@@ -464,7 +464,9 @@ WRITTEN = {  # what differs between the rows of a request
     "bookkeeping": lambda n, text: {"uuid": f"u{n}", "index": n, "created_at": f"2026-01-{n:02}"},
     "space": lambda n, text: {"prompt": text + " " * (n % 5), "day": n},
     "case and width": lambda n, text: {
-        "prompt": [text, text.upper(), text.replace("k", "\uff4b"), text + "\u200b", f"\n{text}"][n % 5]
+        "prompt": [text, text.upper(), text.replace("k", "\uff4b"), text + "\u200b", f"\n{text}"][
+            n % 5
+        ]
     },
     "id of a message": lambda n, text: {"prompt": [{"role": "user", "content": text, "id": n}]},
 }

@@ -219,9 +219,12 @@ def test_a_run_that_is_not_finished_is_left_out_and_named(tmp_path, capsys):
     with edited(interrupted / "results.json") as results:
         results["evaluations"].pop()
     assert main([str(tmp_path / "all")]) == 0
-    assert f"warning: {interrupted} is not finished" in capsys.readouterr().err
+    assert f"warning: {interrupted} is not finished, or was not" in capsys.readouterr().err
     text = (tmp_path / "all" / "comparison.md").read_text()
-    assert "**Left out**, because they are not finished: `b`." in text
+    assert (
+        "**Left out**, because they are not finished, or were not evaluated before GRPO: `b`."
+        in text
+    )
 
 
 def test_without_any_finished_run_there_is_nothing_to_compare(tmp_path):

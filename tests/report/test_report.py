@@ -11,9 +11,9 @@ from pipeline.evaluation.transfer import summary
 from pipeline.plots import pictures
 from pipeline.plots.drawing import shown
 from pipeline.report.tables import data_of
-from pipeline.report.write import final_table, main, render, write_report
-from pipeline.tracking.run_files import load_run
-from tests.support.messages import says
+from pipeline.report.write import final_table, main, render, write_comparison, write_report
+from pipeline.tracking.run_files import is_finished, load_run
+from tests.support.messages import refusal, says
 from tests.support.report_runs import (  # noqa: F401
     THREE,
     edited,
@@ -151,6 +151,32 @@ def test_an_evaluation_only_is_reported_without_before_and_after(tmp_path, witho
     assert "| airline | tasks | sampled | greedy |" in text
     for absent in ("before GRPO", "Curriculum", "episodes ended"):
         assert absent not in text
+
+
+@pytest.mark.parametrize("left_out", [("greedy",), ("start",), ("greedy", "start")])
+def test_what_was_not_evaluated_is_left_out_of_reports(tmp_path, left_out, monkeypatch):
+    drawn = ("stage_performance", "accuracy_matrix") if left_out[1:] else ()
+    monkeypatch.setattr(pictures, "OF_RUN", {name: pictures.OF_RUN[name] for name in drawn})
+    folder = make_run(tmp_path / "run", ("airline", "retail"), ("airline", "retail"))
+    with edited(folder / "results.json") as results:
+        results |= {"transfer": {}, "success_threshold": 1.0}
+        if "start" in left_out:
+            results["evaluations"] = results["evaluations"][2:]
+        for of in (of for e in results["evaluations"] for of in e["success"].values()):
+            for part in (of, *of["families"].values(), *of["branches"].values()):
+                if "greedy" in left_out:
+                    del part["greedy"]
+    text = markdown_of(folder)
+    table = final_table(json.loads((folder / "results.json").read_text()))
+    for said in (text, table):
+        assert ("greedy" in said.replace("eval_greedy", "")) == ("greedy" not in left_out)
+        assert ("eval_on_start" in said) == ("start" in left_out)
+    assert ("No task was played greedily (`eval_greedy`)." in text) == ("greedy" in left_out)
+    assert ("## Transfer and forgetting" in text) == ("start" not in left_out)
+    assert "| after retail | 20 | 0.75 [" in text
+    assert is_finished(load_run(folder))
+    if "start" in left_out:
+        assert "no finished run" in refusal(lambda: write_comparison([folder], tmp_path / "both"))
 
 
 def test_an_interrupted_run_is_reported_as_far_as_it_came(tmp_path, without_pictures):
