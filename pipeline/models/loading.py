@@ -284,6 +284,8 @@ def _from_files(
                 remedy = "set attn_implementation eager, or use another model"
             if "custom code" in str(error) or "trust_remote_code" in str(error):
                 remedy = "read its code, then set trust_remote_code, which runs it"
+            if "tiktoken" in str(error):  # what transformers asks for last
+                remedy = "pip install sentencepiece, which reads tokenizer.model"
     raise UserError(
         f"model: got {shown(name)}, but its {what} cannot be loaded ({reason}); {remedy}"
     )
