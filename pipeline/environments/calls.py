@@ -18,8 +18,9 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
-from concurrent.futures import CancelledError, Future, wait
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, nullcontext, suppress
+from functools import partial
 from importlib import import_module
 from typing import Any, Protocol, TypeVar
 
@@ -165,6 +166,13 @@ def run(coroutine: Coroutine[Any, Any, Value]) -> Value:
 # Coroutines of environments
 
 
+class _Threads(ThreadPoolExecutor):
+    """Runs each call of `asyncio.to_thread` in a thread of its own, so that none waits for one."""
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        return _in_thread(partial(fn, *args, **kwargs))
+
+
 class _EnvironmentLoop:
     """An asyncio event loop in a daemon thread. The first call of `run` starts the thread.
 
@@ -186,6 +194,7 @@ class _EnvironmentLoop:
         with self._lock:
             if not self._thread.is_alive():
                 self._loop = asyncio.new_event_loop()
+                self._loop.set_default_executor(_Threads())
                 self._thread = threading.Thread(target=self._serve, daemon=True)
                 self._thread.start()
             return asyncio.run_coroutine_threadsafe(coroutine, self._loop)

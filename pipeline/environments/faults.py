@@ -82,13 +82,25 @@ def is_outage(error: BaseException) -> bool:
     return in_group or isinstance(error, Outage)
 
 
+def first_of(error: BaseException) -> BaseException:
+    """Return an exception, or the first one of a group, as a TaskGroup raises it."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
+
+
 def describe(error: BaseException) -> str:
-    """Return one line: an exception's type and text, and the last source line of a user's file."""
+    """Return one line: an exception's type and text, and the last source line of a user's file.
+
+    Of a group, this is the first exception.
+    """
+    group, error = error, first_of(error)
+    traced = error.__traceback__ or group.__traceback__
     name = type(error).__name__
     text = " ".join(text_of(error)[:FAULT_CHARACTERS].split())
     line = f"{name}: {text}" if text else name
-    modules = [f.f_globals.get("__name__", "") for f, _ in traceback.walk_tb(error.__traceback__)]
-    frames = zip(traceback.extract_tb(error.__traceback__), modules, strict=True)
+    modules = [f.f_globals.get("__name__", "") for f, _ in traceback.walk_tb(traced)]
+    frames = zip(traceback.extract_tb(traced), modules, strict=True)
     if not (own := [frame for frame, module in frames if _is_users(frame.filename, module)]):
         return line
     source = f": {own[-1].line[:SOURCE_CHARACTERS]}" if own[-1].line else ""

@@ -162,6 +162,9 @@ class Episode:
             self.environment.reward = await self.shared.calls.loop(
                 self.task.key, name, policy, partial(play, loop, policy, self.task)
             )
+        except EnvironmentFault as fault:
+            fault.outage = fault.outage or policy.lost_connection
+            raise
         finally:
             policy.close()
             trajectory.num_turns = sum(one.num_turns for one in trajectory.sequences)

@@ -2,27 +2,35 @@
 
 The loop runs in the environments' event loop. It asks `await policy.message(messages, tools)` as
 often as it wants, also several times at once. What was sampled is what is trained: messages that
-continue an earlier conversation go on with its tokens, and any others start a new one.
+continue an earlier conversation go on with its tokens, and any others start a new one. A message
+that the loop no longer waits for is taken back, with its tokens: it may be asked for again.
 """
 
 import asyncio
 import json
+import math
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
 from copy import deepcopy
+from dataclasses import dataclass, field
 from typing import Any
 
 from pipeline.config.settings import RolloutSettings
 from pipeline.data.rng import stream_key
 from pipeline.data.rows import messages_problem, with_usual_messages
 from pipeline.data.tasks import Message, Task
-from pipeline.environments.discovery import Play, schemas_problem
-from pipeline.files.untrusted import is_plain
+from pipeline.environments.discovery import Play, place_of, schemas_problem
+from pipeline.environments.faults import first_of, wait_of
+from pipeline.environments.tools import MAX_REWARD, as_number
+from pipeline.files.untrusted import is_plain, shown
 from pipeline.rollout.trajectory import Conversation, Policy, StopReason, Trajectory
 
 REPLIES = ("user", "tool")  # roles of messages with which a conversation goes on
-KEYS = ("role", "content", "tool_calls", "name")  # what is compared of messages
+KEYS = ("role", "content", "tool_calls", "name")  # what is kept of messages
+TURNS = 10  # turns of an event loop in which tasks take a message, and may ask for another one
 
 
 class EpisodeOver(Exception):
@@ -34,6 +42,21 @@ class EpisodeOver(Exception):
     def __init__(self, reason: StopReason) -> None:
         super().__init__(f"the episode is over: {reason}")
         self.reason = reason
+
+
+@dataclass(eq=False)
+class Asked:
+    """A message that a loop has asked for; `undo` takes back what was done for it."""
+
+    messages: list[Message]
+    tools: list[dict[str, Any]]
+    loop: asyncio.AbstractEventLoop
+    answer: Future[Message] = field(default_factory=Future)
+    task: asyncio.Task[Message] | None = None  # in the rollout's event loop
+    undo: Callable[[], None] | None = None
+    is_malformed: bool = False
+    has_arrived: bool = False  # set in the loop's thread
+    is_settled: bool = False  # whether the loop has had TURNS to go on; set in the loop's thread
 
 
 class LoopPolicy:
@@ -66,26 +89,29 @@ class LoopPolicy:
         self._conversations = list[Conversation]()
         self._known = dict[Conversation, tuple[list[Message], list[Any]]]()  # messages and tools
         self._starts = Counter[str]()  # number of conversations that began with the same messages
+        self._unsaid = defaultdict[str, list[Conversation]](list)  # ... whose first was taken back
         self._num_messages = 0
-        self._is_over = False
+        self.is_over = False  # whether the loop has ended
         self.end: StopReason | None = None  # the limit that was reached
-        self.is_cut = False  # whether the latest message was cut off
-        # Each is written by one thread: the loop's, or the rollout's.
-        self._num_asked = 0
+        self.is_cut = False  # whether the latest message was cut off, or had no room
+        self.lost_connection = False  # whether the loop has ended because of one
+        self._num_asked = 0  # written in the loop's thread; all below in the rollout's
         self._num_taken = 0
-        self._num_answered = 0
+        self._num_said = 0
+        self._asked = list[Asked]()  # those that may not have reached the loop
         self._since = time.monotonic()  # when the loop began, or got its last message
 
     @property
     def is_busy(self) -> bool:
         """Whether the loop does something else than wait for messages."""
-        num_open = self._num_asked - self._num_answered
-        return num_open == 0 or self._num_asked > self._num_taken
+        # In this order: the loop's thread may ask for the next message at any moment.
+        is_going_on = any(map(_is_going_on, self._asked))
+        return is_going_on or self._num_taken == self._num_said or self._num_asked > self._num_taken
 
     @property
     def busy_s(self) -> float:
         """The seconds since the loop's last message, or 0 while it waits for one."""
-        is_open = self._num_asked > self._num_answered
+        is_open = self._num_asked > self._num_said
         return 0.0 if is_open else time.monotonic() - self._since
 
     async def message(
@@ -108,85 +134,196 @@ class LoopPolicy:
             raise ValueError(
                 "policy.message: it holds what JSON cannot, such as NaN or half a character"
             )
-        if self._is_over or self.end is not None:  # this is no message that the loop waits for
+        if self.is_over or self.end is not None:  # this is no message that the loop waits for
             await asyncio.sleep(0)  # or a loop that asks on would block the event loop
             raise EpisodeOver(self.end or StopReason.COMPLETED)
         given = [{key: message[key] for key in KEYS if key in message} for message in given]
         self._num_asked += 1
         try:
             await asyncio.sleep(0)  # messages that are asked for at once come together
-            asked = asyncio.run_coroutine_threadsafe(self._next(given, schemas), self._main)
-            message = await asyncio.wrap_future(asked)
-            self._since = time.monotonic()
+        except BaseException:
+            self._num_asked -= 1
+            raise
+        asked = Asked(given, schemas, asyncio.get_running_loop())
+        self._main.call_soon_threadsafe(self._take, asked)
+        try:
+            message = await asyncio.wrap_future(asked.answer)
+            if self.is_over:
+                raise EpisodeOver(self.end or StopReason.COMPLETED)
+            asked.has_arrived = True
+            self.is_cut = message["finish_reason"] == "length"
             return message
         finally:
-            self._num_answered += 1
+            if not asked.has_arrived:
+                with suppress(RuntimeError):  # the rollout has ended
+                    self._main.call_soon_threadsafe(self._take_back, asked)
+            self._settle(asked, TURNS)
 
-    async def _next(self, messages: list[Message], tools: list[dict[str, Any]]) -> Message:
-        """Run in the rollout's event loop."""
+    def _settle(self, asked: Asked, turns: int) -> None:
+        """Wait for some turns of the loop's event loop, then let the sampler go on."""
+        if turns:
+            asked.loop.call_soon(self._settle, asked, turns - 1)
+            return
+        asked.is_settled = True
+        with suppress(RuntimeError):  # the rollout has ended
+            self._main.call_soon_threadsafe(self._wake)
+
+    def _take(self, asked: Asked) -> None:
+        """Begin to make a message, in the rollout's event loop."""
         self._num_taken += 1
+        self._asked = [a for a in self._asked if not a.has_arrived or _is_going_on(a)]
+        self._asked.append(asked)
+        asked.task = asyncio.create_task(self._next(asked))
+        asked.task.add_done_callback(lambda task: self._give(asked, task))
+
+    def _give(self, asked: Asked, task: asyncio.Task[Message]) -> None:
+        """Give the loop what was made."""
+        self._num_said += 1
+        if task.cancelled():
+            asked.answer.cancel()
+        elif not asked.answer.set_running_or_notify_cancel():
+            task.exception()  # which nobody waits for
+        elif (error := task.exception()) is not None:
+            asked.answer.set_exception(error)
+        else:
+            self._since = time.monotonic()
+            asked.answer.set_result(task.result())
+
+    def _take_back(self, asked: Asked) -> None:
+        """Undo a message that has not reached the loop, so that it is not trained."""
+        if asked.task is not None:
+            asked.task.cancel()
+        if asked.undo is not None:
+            asked.undo()
+            asked.undo = None
+            self._first.num_malformed_calls -= asked.is_malformed
+
+    async def _next(self, asked: Asked) -> Message:
         if self.end is None and self._num_messages >= self._limits.max_turns:
             self.end = StopReason.MAX_TURNS
-        if self.end is not None:
-            raise EpisodeOver(self.end)
+        if self.is_over or self.end is not None:
+            raise EpisodeOver(self.end or StopReason.COMPLETED)
         self._num_messages += 1
-        conversation = self._conversation_of(messages, tools)
+        conversation = self._conversation_of(asked)
         self._wake()
         said = await self._policy.message(conversation)
         if said is None:
-            self.end = StopReason.MAX_TOKENS
-            raise EpisodeOver(self.end)
+            self.is_cut = True
+            raise EpisodeOver(StopReason.MAX_TOKENS)
         self._show(conversation.trajectory.messages[-1:])
-        self._first.num_malformed_calls += bool(said.parsed.malformed)
-        self.is_cut = not said.finished
+        asked.is_malformed = bool(said.parsed.malformed)
+        self._first.num_malformed_calls += asked.is_malformed
         message = {k: v for k, v in said.parsed.message().items() if k in KEYS}
         if said.finished:
-            self._known[conversation] = [*messages, message], tools
+            compared = [*map(_compared, (*asked.messages, message))]
+            self._known[conversation] = compared, asked.tools
         return {**deepcopy(message), "finish_reason": "stop" if said.finished else "length"}
 
-    def _conversation_of(
-        self, messages: list[Message], tools: list[dict[str, Any]]
-    ) -> Conversation:
-        """Return the conversation that `messages` continue, with the new ones, or a new one."""
+    def _conversation_of(self, asked: Asked) -> Conversation:
+        """Return the conversation that messages continue, with the new ones, or a new one."""
+        messages = [*map(_compared, asked.messages)]
         for conversation, (known, its_tools) in self._known.items():
-            new = messages[len(known) :]
-            goes_on = messages[: len(known)] == known and its_tools == tools
+            new = asked.messages[len(known) :]
+            goes_on = messages[: len(known)] == known and its_tools == asked.tools
             if goes_on and new and all(message["role"] in REPLIES for message in new):
                 del self._known[conversation]  # until its next message is there
+                asked.undo = self._undo(conversation, (known, its_tools))
                 conversation.trajectory.messages += new
                 self._show(new)
                 return conversation
         # The key must not depend on the order in which conversations that run at once begin.
-        start = json.dumps([messages, tools], sort_keys=True)
+        start = json.dumps([messages, asked.tools], sort_keys=True)
+        conversation = self._unsaid[start].pop() if self._unsaid[start] else self._new(start, asked)
+        conversation.trajectory.messages = list(asked.messages)
+        asked.undo = self._undo(conversation, start)
+        self._show(conversation.trajectory.messages)
+        return conversation
+
+    def _new(self, start: str, asked: Asked) -> Conversation:
         key = stream_key("conversation", self._key, start, self._starts[start])
         self._starts[start] += 1
         trajectory = self._first
         if self._conversations:
             trajectory = Trajectory(domain=self._first.domain, task_id=self._first.task_id)
             self._first.further.append(trajectory)
-        trajectory.messages = list(messages)
-        self._show(trajectory.messages)
         conversation = Conversation(
             trajectory=trajectory,
-            schemas=tools,
+            schemas=asked.tools,
             key=key,
             greedy=self._greedy,
-            is_text=not tools,
+            is_text=not asked.tools,
+            place=None,
         )
         self._conversations.append(conversation)
         return conversation
 
+    def _undo(
+        self, conversation: Conversation, known: tuple[list[Message], list[Any]] | str
+    ) -> Callable[[], None]:
+        """Return what makes a conversation as it is now; `known` is what it then continues."""
+        rewind = conversation.rewinder()
+
+        def undo() -> None:
+            self._policy.close(conversation)
+            rewind()
+            if isinstance(known, str):
+                self._unsaid[known].append(conversation)
+            else:
+                self._known[conversation] = known
+
+        return undo
+
     def close(self) -> None:
         """End all conversations; whoever asks for another message gets an EpisodeOver."""
-        self._is_over = True
+        self.is_over = True
+        for asked in self._asked:
+            if not asked.has_arrived:
+                self._take_back(asked)
         for conversation in self._conversations:
             self._policy.close(conversation)
 
 
-async def play(loop: Play, policy: LoopPolicy, task: Task) -> Any:
+def _is_going_on(asked: Asked) -> bool:
+    """Return whether a loop may not yet have done what follows its message."""
+    is_made = asked.task is not None and asked.task.done()
+    return is_made and not asked.is_settled and not asked.loop.is_closed()
+
+
+def _compared(message: Message) -> Message:
+    """Return what is compared of a message: not the ids of calls, which clients write anew."""
+    names = ("role", "content") if message["role"] == "assistant" else ("role", "content", "name")
+    found = {key: message[key] for key in names if key in message}
+    if calls := message.get("tool_calls"):
+        functions = [call["function"] for call in calls]
+        pairs = [{"name": f["name"], "arguments": f.get("arguments") or {}} for f in functions]
+        found["tool_calls"] = [{"type": "function", "function": pair} for pair in pairs]
+    return found
+
+
+async def play(loop: Play, policy: LoopPolicy, task: Task) -> float:
     """Let a loop play; return the reward, which is 0 if the loop does not catch EpisodeOver."""
+    value: Any = 0.0
     try:
-        return await loop(policy, task)
-    except* EpisodeOver:  # also in a group, as a TaskGroup raises it
-        pass
-    return 0.0
+        try:
+            value = await loop(policy, task)
+        except* EpisodeOver:  # also in a group, as a TaskGroup raises it
+            pass
+        finally:
+            policy.is_over = True
+    except Exception as error:
+        cause = first_of(error)
+        # The loop's own deadline may have passed because of what the model has said.
+        is_deadline = type(cause) is TimeoutError and isinstance(
+            cause.__cause__ or cause.__context__, asyncio.CancelledError
+        )
+        policy.lost_connection = wait_of(error) is not None and not is_deadline
+        raise
+    name = f"{getattr(loop, '__name__', 'play')}{place_of(loop)}"
+    try:
+        reward = as_number(value, name)
+    except Exception:  # `__float__` may be code of the user
+        reward = math.nan
+    if not abs(reward) <= MAX_REWARD:
+        hint = f"return the reward, a number up to {MAX_REWARD:g}"
+        raise ValueError(f"{name} returned {shown(value)}; {hint}")
+    return reward

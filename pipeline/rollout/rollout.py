@@ -211,7 +211,12 @@ class SamplerPolicy:
 
     @property
     def num_waiting(self) -> int:
-        return len(self._waiting)
+        return len(self._asking)
+
+    @property
+    def _asking(self) -> list[Conversation]:
+        """The conversations that wait; a loop of the user's may have given a message up."""
+        return [c for c, future in self._waiting.items() if not future.done()]
 
     async def message(self, conversation: Conversation) -> Said | None:
         if not self._read(conversation):
@@ -220,7 +225,7 @@ class SamplerPolicy:
         self._waiting[conversation] = future
         try:
             sampled: Sampled = await future
-        except asyncio.CancelledError:  # a loop of the user's was late
+        except asyncio.CancelledError:  # a loop of the user's was late, or gave the message up
             self.close(conversation)
             raise
         conversation.trajectory.append(sampled.ids, sampled.logprobs)
@@ -260,7 +265,10 @@ class SamplerPolicy:
         """Sample until a share of the messages is complete, and wake their conversations."""
         free = max(0, self.max_episodes - len(self._open))
         # The time that an environment takes must not change the order of the rows.
-        waiting = sorted(self._waiting, key=lambda c: c.place)
+        asking = self._asking
+        for conversation in sorted((c for c in asking if c.place is None), key=lambda c: c.key):
+            conversation.move_to_the_end()
+        waiting = sorted(asking, key=lambda c: c.place or 0)
         active = [c for c in waiting if c in self._open or (free := free - 1) >= 0]
         complete: Mapping[Conversation, Sampled] = {}
         try:

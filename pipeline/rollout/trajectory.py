@@ -5,6 +5,7 @@ loss_mask [1 1 1 1  0 0 0  1 1 1]. Here p is a token of the prompt, s a sampled 
 end of turn, and t a token of a tool's reply.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from itertools import count
@@ -125,11 +126,31 @@ class Conversation:
     greedy: bool = False
     is_text: bool = False  # the model's messages are texts as a whole, without tool calls
     num_read: int = 0  # number of messages whose tokens are in the trajectory
-    place: int = field(default_factory=lambda: next(_places))  # among those that wait
+    # Among those that wait; None: behind them, by `key`, as soon as a message is sampled.
+    place: int | None = field(default_factory=lambda: next(_places))
 
     def move_to_the_end(self) -> None:
         """Stand behind all conversations that wait, or will wait when their environment answers."""
         self.place = next(_places)
+
+    def rewinder(self) -> Callable[[], None]:
+        """Return a function that takes back what comes into the conversation from now on."""
+        trajectory = self.trajectory
+        num_messages = len(trajectory.messages)
+        num_tokens = len(trajectory.completion_ids)
+        num_read = self.num_read
+        num_turns = trajectory.num_turns
+        num_sampled = trajectory.num_sampled_tokens
+
+        def rewind() -> None:
+            for values in (trajectory.completion_ids, trajectory.loss_mask, trajectory.logprobs):
+                del values[num_tokens:]
+            del trajectory.messages[num_messages:]
+            trajectory.num_turns = num_turns
+            trajectory.num_sampled_tokens = num_sampled
+            self.num_read = num_read
+
+        return rewind
 
     def add(self, said: "Said") -> "Said":
         """Add a message of the model, whose tokens the policy has added."""

@@ -6,8 +6,11 @@ import json
 import threading
 import time
 from contextlib import suppress
+from functools import partial
 
+import numpy as np
 import pytest
+import torch
 
 from pipeline.config.settings import Config, RolloutSettings
 from pipeline.environments import load_domains
@@ -18,7 +21,7 @@ from pipeline.errors import UserError
 from pipeline.rollout.own_loop import EpisodeOver
 from pipeline.rollout.rewards import RewardFunction, RewardFunctions
 from pipeline.rollout.rollout import Rollout, RolloutRequest, SamplerPolicy
-from pipeline.rollout.trajectory import StopReason
+from pipeline.rollout.trajectory import Conversation, StopReason, Trajectory
 from tests.support.helpers import ScriptedSampler, call, chat, make_task, say
 from tests.support.messages import says
 
@@ -133,6 +136,58 @@ def test_tool_calls_are_read_where_the_loop_gives_tools():
     assert len(episode.sequences) == 2
 
 
+def as_a_client_writes_it(message, number):
+    """With ids, arguments as text in another order, and a client's further fields."""
+    calls = [
+        {
+            "id": f"call_{time.monotonic_ns()}_{number}",
+            "type": "function",
+            "index": 0,
+            "function": {
+                "name": call["function"]["name"],
+                "arguments": json.dumps(dict(reversed(call["function"]["arguments"].items()))),
+            },
+        }
+        for call in message.get("tool_calls", ())
+    ]
+    further = {"name": "agent", "refusal": None, "reasoning_content": "hm", "annotations": []}
+    content = message["content"] or None
+    content = [{"type": "text", "text": content}] if content and not calls else content
+    return {**further, "role": "assistant", "content": content, "tool_calls": calls}
+
+
+def test_ids_and_arguments_that_a_client_writes_anew_go_on_with_the_same_sequence():
+    async def loop(policy, task):
+        messages = [user("look it up")]
+        for turn in range(3):
+            message = await policy.message(messages, [LOOK])
+            again = [
+                as_a_client_writes_it(m, turn) if "finish_reason" in m else m for m in messages
+            ]
+            messages = [
+                *again,
+                message,
+                *({"role": "tool", "tool_call_id": c, "content": "blue"} for c in "a"),
+            ]
+        return float(message["content"] == "blue")
+
+    (episode,) = play(loop, [call("look", item="lamp", colour="red"), say("green"), say("blue")])
+    assert (episode.reward, episode.error, episode.num_turns) == (1.0, "", 3)
+    assert episode.further == []
+
+
+def test_the_ids_in_a_history_that_begins_a_sequence_change_no_draw():
+    async def loop(policy, task):
+        found = {"function": {"name": "look", "arguments": {"item": "lamp"}}}
+        called = as_a_client_writes_it({"content": "", "tool_calls": [found]}, 0)
+        result = {"role": "tool", "tool_call_id": called["tool_calls"][0]["id"], "content": "blue"}
+        await policy.message([user("look it up"), called, result], [LOOK])
+        return 1.0
+
+    keys = [play_held(set_first(loop), [say("a")])[1].opened[0][0] for _ in range(2)]
+    assert keys[0] == keys[1]
+
+
 def test_several_conversations_at_once_are_sampled_together():
     async def loop(policy, task):
         asked = (policy.message([user(f"question {number}")]) for number in range(3))
@@ -172,6 +227,213 @@ def test_the_numbers_of_a_conversation_do_not_depend_on_when_it_begins():
     assert (second[0], second[1], second[2]) == (first[1], first[0], first[2])
 
 
+# Messages that a loop gives up
+
+
+class Held(Sampler):
+    """Samples the message number `held` only when `goes_on` is set."""
+
+    def __init__(self, scripts, held=1):
+        super().__init__(scripts)
+        self.goes_on, self.held, self.opened = threading.Event(), held, []
+
+    def open(self, prompts, keys, num_drawn=()):
+        drawn = num_drawn or [0] * len(keys)
+        self.opened += zip(keys, drawn, strict=True)
+        return super().open(prompts, keys, num_drawn)
+
+    def sample(self, *given):
+        self.held -= 1
+        assert self.held or self.goes_on.wait(20)
+        return super().sample(*given)
+
+
+def play_held(loop, *scripts, held=1, trials=1, deterministic=False):
+    """The first episode, and the sampler, whose event is the loop's third argument."""
+    sampler = Held(scripts, held)
+    policy = SamplerPolicy(sampler, chat(), LIMITS)
+    environment = environment_of(partial(loop, goes_on=sampler.goes_on))
+    rollout = Rollout(policy, chat(), {"desk": environment}, LIMITS, deterministic)
+    requests = [RolloutRequest(task=make_task(), trial=n, key=n) for n in range(trials)]
+    episodes = rollout(requests)
+    assert sampler.num_open == 0 and policy.num_waiting == 0
+    return episodes[0], sampler
+
+
+def set_first(loop):
+    """A loop that nothing holds up."""
+
+    async def found(policy, task, goes_on):
+        goes_on.set()
+        return await loop(policy, task)
+
+    return found
+
+
+async def fails(*_):
+    await asyncio.sleep(0.01)
+    raise ValueError("no stock")
+
+
+async def within_wait_for(message):
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(message, 0.01)
+
+
+async def within_timeout(message):
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.01):
+            await message
+
+
+async def cancelled(message):
+    task = asyncio.ensure_future(message)
+    await asyncio.sleep(0.01)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
+async def beside_a_failure(message):
+    with pytest.raises(ExceptionGroup):  # noqa: PT012
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(message)
+            tasks.create_task(fails())
+
+
+async def after_another(message):
+    for first in asyncio.as_completed([message, asyncio.sleep(0.01)]):
+        await first
+        break
+    others = asyncio.all_tasks() - {asyncio.current_task()}
+    mine = [task for task in others if task.get_coro() is message]
+    mine[0].cancel()
+
+
+GIVEN_UP = [within_wait_for, within_timeout, cancelled, beside_a_failure, after_another]
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("way", GIVEN_UP)
+def test_a_message_that_a_loop_gives_up_is_not_trained_and_its_episode_goes_on(way, deterministic):
+    async def loop(policy, task, goes_on):
+        await way(policy.message([user("first")]))
+        goes_on.set()
+        answer = await policy.message([user("second")])
+        return float(answer["content"] == "y")
+
+    episode, _ = play_held(loop, *[[say("y")]] * 6, trials=3, deterministic=deterministic)
+    assert (episode.reward, episode.error, episode.num_turns) == (1.0, "", 1)
+    assert [sampled(one) for one in episode.sequences] == [[], ids_of(say("y"))]
+
+
+@pytest.mark.parametrize("way", GIVEN_UP)
+def test_a_message_that_is_asked_for_again_has_the_same_draws_in_the_same_sequence(way):
+    async def loop(policy, task, goes_on):
+        messages = [user("first")]
+        messages.append(await policy.message(messages))
+        messages.append(user("second"))
+        await way(policy.message(messages))
+        goes_on.set()
+        messages.append(await policy.message(messages))
+        return 1.0
+
+    episode, sampler = play_held(loop, [say("a"), say("b"), say("b")], held=2)
+    assert (episode.reward, episode.error, episode.num_turns) == (1.0, "", 2)
+    assert episode.further == [] and sampled(episode) == ids_of(say("a"), say("b"))
+    assert [m["role"] for m in episode.messages] == ["user", "assistant"] * 2
+    (key, _), again = sampler.opened[0], sampler.opened[-1]
+    assert again == (key, len(ids_of(say("a"))))
+
+
+def test_a_first_message_that_is_asked_for_again_has_the_same_draws():
+    async def loop(policy, task, goes_on):
+        await within_wait_for(policy.message([user("first")]))
+        goes_on.set()
+        await policy.message([user("first")])
+        return 1.0
+
+    episode, sampler = play_held(loop, [say("a"), say("a")])
+    assert len(set(sampler.opened)) == 1 and sampled(episode) == ids_of(say("a"))
+    assert (episode.further, episode.num_turns) == ([], 1)
+
+
+@pytest.mark.parametrize("ending", ["gather", "return", "raise"])
+def test_a_message_that_is_open_when_the_loop_ends_is_not_trained(ending):
+    async def loop(policy, task, goes_on):
+        await policy.message([user("first")])
+        second = policy.message([user("second")])
+        try:
+            if ending == "gather":  # leaves the message running
+                await asyncio.gather(second, fails())
+            task = asyncio.ensure_future(second)
+            await asyncio.sleep(0.01)
+            if ending == "raise":
+                await fails(task)
+            return 1.0
+        finally:
+            asyncio.get_running_loop().call_later(0.01, goes_on.set)
+
+    episode, _ = play_held(loop, [say("a")], [say("b")], held=2)
+    assert [sampled(one) for one in episode.sequences] == [ids_of(say("a")), []]
+    assert (episode.num_turns, episode.reward) == (1, float(ending == "return"))
+    assert ("no stock" in episode.error) == (ending != "return")
+
+
+def test_a_message_behind_a_shield_arrives_later():
+    async def loop(policy, task, goes_on):
+        asked = asyncio.ensure_future(policy.message([user("first")]))
+        await within_wait_for(asyncio.shield(asked))
+        goes_on.set()
+        return float((await asked)["content"] == "a")
+
+    episode, _ = play_held(loop, [say("a")])
+    assert (episode.reward, sampled(episode)) == (1.0, ids_of(say("a")))
+
+
+def test_a_loop_that_gives_every_message_up_comes_to_max_turns():
+    async def loop(policy, task, goes_on):
+        goes_on.set()
+        while True:
+            task = asyncio.ensure_future(policy.message([user("more")]))
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+            task.cancel()
+            with suppress(asyncio.CancelledError):
+                await task
+
+    episode, _ = play_held(loop, [say("a")] * 5)
+    assert (episode.stop_reason, episode.num_turns) == (StopReason.MAX_TURNS, 0)
+
+
+def test_the_sampler_goes_on_although_a_message_was_given_up_just_before():
+    """The rollout may sample before the given-up task has run."""
+    policy = SamplerPolicy(Sampler([[say("a")]]), chat(), LIMITS)
+
+    async def asks():
+        conversation = Conversation(
+            trajectory=Trajectory(domain="desk", task_id="t1", messages=[user("x")]),
+            schemas=[],
+            key=1,
+        )
+        task = asyncio.ensure_future(policy.message(conversation))
+        await asyncio.sleep(0)
+        assert policy.num_waiting == 1
+        policy.step()
+        task.cancel()
+        with suppress(asyncio.CancelledError):
+            await task
+        again = asyncio.ensure_future(policy.message(conversation))
+        await asyncio.sleep(0)
+        again.cancel()
+        assert policy.num_waiting == 0
+        with suppress(asyncio.CancelledError):
+            await again
+        return conversation.trajectory.completion_ids
+
+    assert asyncio.run(asks()) == []
+
+
 # Limits
 
 
@@ -206,6 +468,32 @@ def test_a_message_that_is_cut_off_says_so_and_a_full_conversation_ends():
     assert (episode.stop_reason, episode.reward, episode.error) == (StopReason.MAX_TOKENS, 0.0, "")
     assert len(sampled(episode)) == 4
     assert len(episode.sequences) == 3
+
+
+def test_a_loop_whose_conversation_has_no_room_may_tell_it_shorter():
+    async def loop(policy, task):
+        messages = [user("begin")]
+        messages.append(await policy.message(messages))
+        with pytest.raises(EpisodeOver, match="max_tokens"):
+            await policy.message([*messages, user("x " * 900)])
+        answer = await policy.message([*messages, user("short")])
+        return float(answer["content"] == "b")
+
+    (episode,) = play(loop, [say("a"), say("b")])
+    assert (episode.reward, episode.stop_reason) == (1.0, StopReason.COMPLETED)
+    assert (episode.further, sampled(episode)) == ([], ids_of(say("a"), say("b")))
+
+
+def test_blocking_code_has_a_thread_of_its_own_in_each_episode():
+    together = threading.Barrier(24)
+
+    async def loop(policy, task):
+        await policy.message([user("first")])
+        await asyncio.to_thread(together.wait, 20)
+        return 1.0
+
+    episodes = play(loop, *[[say("x")]] * 24, trials=24)
+    assert [episode.error for episode in episodes] == [""] * 24
 
 
 @pytest.mark.parametrize("in_group", [False, True])
@@ -305,6 +593,73 @@ def test_what_a_loop_raises_ends_its_episode_alone_and_names_its_line(error, ask
     assert episode.left_out == left_out
     assert type(error).__name__ in episode.error
     assert "(test_own_loop.py, line " in episode.error and "raise error" in episode.error
+
+
+class APIConnectionError(Exception):
+    """As the SDK of OpenAI names it."""
+
+
+class Busy(Exception):
+    status_code = 503
+
+
+@pytest.mark.parametrize(
+    ("error", "left_out"),
+    [
+        (ConnectionResetError("gone"), "outage"),
+        (APIConnectionError("gone"), "outage"),
+        (Busy(), "outage"),
+        (TimeoutError("timed out"), "outage"),  # a socket's
+        (ExceptionGroup("tasks", [ConnectionRefusedError()]), "outage"),
+        (KeyError("gone"), ""),
+        (ExceptionGroup("tasks", [KeyError("gone")]), ""),
+    ],
+)
+def test_a_lost_connection_of_a_loop_is_an_outage(error, left_out):
+    async def loop(policy, task):
+        await policy.message([user("first")])
+        raise error
+
+    (episode,) = play(loop, [say("x")])
+    assert (episode.stop_reason, episode.reward) == (StopReason.ENVIRONMENT_ERROR, 0.0)
+    assert (episode.left_out, "ExceptionGroup" in episode.error) == (left_out, False)
+    assert "(test_own_loop.py, line " in episode.error and "raise error" in episode.error
+
+
+def test_a_deadline_of_the_loop_itself_is_no_outage():
+    async def loop(policy, task):
+        await policy.message([user("first")])
+        await asyncio.wait_for(asyncio.sleep(60), 0.01)
+
+    (episode,) = play(loop, [say("x")])
+    assert (episode.stop_reason, episode.left_out) == (StopReason.ENVIRONMENT_ERROR, "")
+    assert episode.error.startswith("TimeoutError")
+
+
+@pytest.mark.parametrize(
+    "value", [None, "good", float("nan"), float("inf"), -2e30, 10**400, [1.0], 1j, object()]
+)
+def test_a_value_that_is_no_reward_is_named_with_its_loop(value):
+    async def loop(policy, task):
+        await policy.message([user("first")])
+        return value
+
+    line = loop.__code__.co_firstlineno
+    (episode,) = play(loop, [say("x")])
+    assert (episode.stop_reason, episode.reward) == (StopReason.ENVIRONMENT_ERROR, 0.0)
+    where = f"loop (test_own_loop.py, line {line}) returned "
+    says(episode.error, where, "; return the reward, a number up to 1e+30")
+
+
+@pytest.mark.parametrize(
+    ("value", "reward"), [(True, 1.0), (np.float32(0.5), 0.5), (torch.tensor(0.25), 0.25), (-3, -3)]
+)
+def test_a_number_of_any_kind_is_a_reward(value, reward):
+    async def loop(policy, task):
+        return value
+
+    (episode,) = play(loop)
+    assert (episode.reward, episode.error) == (reward, "")
 
 
 @pytest.mark.parametrize(
