@@ -6,7 +6,6 @@ functions that it calls follow in the order of its calls. `run_state.py` has the
 
 import gc
 import json
-import math
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, closing, nullcontext
@@ -52,7 +51,8 @@ from pipeline.tracking.step_metrics import Meter, over_iterations, rollout_metri
 GAP_BF16 = 0.1
 GAP_FP32 = 1e-4
 GAP_CORRECTED = 0.3  # with the correction of the sampler, in every precision
-LEAST_RATIO = 0.1  # of trainer to sampler, in the mean: below, the correction leaves too little
+# Mean ratio of trainer to sampler below which, or above whose inverse, a corrected run warns.
+LEAST_RATIO = 0.1
 UNSCORED_STEPS = 3  # steps in a row without any reward that end a run
 
 
@@ -221,7 +221,7 @@ def warn_of_disagreement(run: Run, where: str, statistics: Mapping[str, float]) 
     )
     for name, value, is_right, why in (
         ("sampling_logp_difference_mean", gap, gap <= limit, above),
-        ("importance_sampling_ratio_mean", ratio, LEAST_RATIO <= ratio < math.inf, useless),
+        ("importance_sampling_ratio_mean", ratio, LEAST_RATIO <= ratio <= 1 / LEAST_RATIO, useless),
     ):
         if not is_right and name not in run.warned_of:
             run.say(f"{where} train/{name} is {value:.2g} {why}")

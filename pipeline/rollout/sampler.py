@@ -74,8 +74,9 @@ class Sampler(Protocol):
 
         Returns when at least `until` messages are complete (default: all). An incomplete message is
         returned as None, and the next call continues the message. A complete message includes the
-        token id that ended the message. Log-probabilities are in nats, at the sampling temperature.
-        `greedy` selects the most likely tokens.
+        token id that ended the message. Log-probabilities are in nats, at the sampling temperature,
+        and of all tokens: `top_k` and `top_p` do not change them. `greedy` selects the most likely
+        tokens.
         """
 
     def close(self, conversation: Handle) -> None:

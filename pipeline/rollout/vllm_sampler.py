@@ -63,6 +63,7 @@ class VLLMConversation:
     ids: list[int]
     num_sampled: int = 0  # number of tokens that the conversation has drawn
     request: str = ""  # vLLM's name of the message that is being sampled; empty: none is
+    room: int = 0  # maximum number of tokens of that message
     message: Sampled | None = None  # complete, and not yet returned
 
 
@@ -104,7 +105,6 @@ class VLLMSampler:
             )
         self._vllm = _library()
         self._engine: Any = self._started(plain, dtype)
-        self._engine.apply_model(self._divide_logits)
 
     # The engine
 
@@ -134,7 +134,9 @@ class VLLMSampler:
                 **self._of_adapters(),
             )
             try:
-                return self._vllm.LLMEngine.from_engine_args(arguments)
+                engine = self._vllm.LLMEngine.from_engine_args(arguments)
+                engine.apply_model(self._divide_logits)
+                return engine
             except Exception as error:
                 remedy = "set sampler own, or change what it names"
                 if is_out_of_memory(error) or "memory" in str(error).lower():
@@ -184,7 +186,8 @@ class VLLMSampler:
 
     def end(self) -> None:
         """See `Sampler.end`. An engine that outlives the process group fails as it ends."""
-        self._engine.engine_core.shutdown()
+        with _engine_errors():
+            self._engine.engine_core.shutdown()
         self._engine = None
         give_memory_back()
 
@@ -279,6 +282,7 @@ class VLLMSampler:
         """See `Sampler.sample`. Raises EngineError if the engine fails."""
         for conversation, room in zip(conversations, max_tokens, strict=True):
             if not conversation.request and conversation.message is None:
+                conversation.room = room
                 wanted = self._wanted(conversation, room, greedy)
                 conversation.request = self._ask(conversation.ids, wanted)
                 self._asking[conversation.request] = conversation
@@ -336,6 +340,10 @@ class VLLMSampler:
             return False
         if completion.finish_reason not in ("stop", "length"):
             raise EngineError(f"vLLM ended a message with {shown(completion.finish_reason)}")
+        if not 0 < len(ids) <= conversation.room:
+            raise EngineError(
+                f"vLLM's engine sampled {len(ids)} tokens, and 1 to {conversation.room} were asked"
+            )
         if wrong := [token for token in ids if not 0 <= token < self._vocab_size]:
             raise EngineError(
                 f"vLLM sampled the token {wrong[0]}, and the vocabulary ends at {self._vocab_size}"

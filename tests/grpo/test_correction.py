@@ -233,6 +233,7 @@ SPOILT = "train/importance_sampling_ratio_mean is {} and about 1 is right"
         (True, 5.8, 3.0, None, [FAR.format(5.8, 0.3)]),  # every ratio was truncated
         (True, 0.1, 0.0, None, [SPOILT.format("0")]),  # every ratio was masked
         (True, 0.1, 0.0999, None, [SPOILT.format("0.1")]),
+        (True, 0.1, 1e30, None, [SPOILT.format("1e+30")]),  # without an upper clip
         (True, 0.1, float("inf"), None, [SPOILT.format("inf")]),
         (True, NAN, NAN, None, [FAR.format("nan", 0.3), SPOILT.format("nan")]),
         (False, NAN, None, None, [FAR.format("nan", "0.0001")]),

@@ -388,7 +388,6 @@ WRONG = {
     "no number": {
         "logprobs": lambda x: [{t: SimpleNamespace(logprob=None) for t in of} for of in x]
     },
-    "no tokens": {"token_ids": lambda x: [], "logprobs": lambda x: []},
     "tokens as text": {"token_ids": lambda x: [str(token) for token in x]},
     "tokens as floats": {"token_ids": lambda x: [float(token) for token in x]},
     "two messages": {"outputs": lambda x: x * 2},
@@ -406,6 +405,16 @@ def test_a_reply_of_another_form_ends_the_run_by_name(vllm, monkeypatch, what):
         sampler.sample([conversation], [12])
     with suppress(EngineError):
         sampler.close(conversation)  # as a run does that ends
+
+
+@pytest.mark.parametrize("times", [0, 13])
+def test_a_message_without_tokens_or_with_too_many_ends_the_run_by_name(vllm, monkeypatch, times):
+    _, sampler = made()
+    longer = {name: lambda x: (x * 13)[:times] for name in ("token_ids", "logprobs")}
+    monkeypatch.setattr(vllm, "REPLIES", [partial(change, **longer)])
+    why = f"^vLLM's engine sampled {times} tokens, and 1 to 12 were asked$"
+    with pytest.raises(EngineError, match=why):
+        message(sampler, 1)
 
 
 @pytest.mark.parametrize("token", [-1, 100_000])
