@@ -5,11 +5,13 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from itertools import chain
+from typing import Any
 
 import torch
 
 from pipeline.data.curriculum import num_drawn, tasks_of_source
 from pipeline.data.tasks import Task
+from pipeline.distributed.ranks import Phase
 from pipeline.endpoints.language_model import LanguageModel
 from pipeline.evaluation.advice import start_report
 from pipeline.evaluation.agents import agent_rollout, evaluate_agent
@@ -191,8 +193,14 @@ def _supervised(
 ) -> Iterator[Callable[..., None]]:
     """Show the progress of supervised training; yields a function to call after each step."""
     progress = StageProgress(name, num_steps, is_main=run.ranks.is_main, done=done)
+    steps = iter(range(done + 1, num_steps + 1))
+
+    def on_step(loss: float, *_: Any) -> None:
+        progress.step({"loss": loss})
+        run.ranks.current = Phase(name, f"step {next(steps)} of {num_steps}")
+
     with progress, run.ranks.phase(name):
-        yield lambda loss, *_: progress.step({"loss": loss})
+        yield on_step
 
 
 def _save_and_sync(run: Run, name: str) -> None:

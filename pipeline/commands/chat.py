@@ -31,6 +31,7 @@ from pipeline.models.loading import dtype_of, load_folder, load_tokenizer, on_gp
 from pipeline.preflight.prepare import long_prompts, needs_of
 from pipeline.preflight.task_sets import TaskSets, task_sets
 from pipeline.report.chat_page import ChatPage
+from pipeline.report.server import address_in_words
 from pipeline.rollout.rewards import load_reward_functions
 from pipeline.rollout.rollout import Rollout, RolloutRequest, SamplerPolicy
 from pipeline.rollout.sampler import make_sampler
@@ -85,7 +86,8 @@ def main(argv: list[str]) -> int:
     place: Terminal | ChatPage = Terminal()
     if options.web:
         place = ChatPage(f"{name} of {options.run.resolve().name}")
-        print(f"chat in a browser: {place.address} (Ctrl-C ends it)", flush=True)
+        address = address_in_words(place.address, checkpoint.run)
+        print(f"chat in a browser: {address} (Ctrl-C ends it)", flush=True)
     how = "greedy" if options.greedy else f"sampled at temperature {config.rollout.temperature:g}"
     place.tell("model", f"{checkpoint}; {how}, seed {seed}")
     place.tell("domain", f"{name}, of {', '.join(names)}")

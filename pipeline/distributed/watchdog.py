@@ -255,7 +255,7 @@ class Watchdog:
         if self.run_folder is None or not (self.run_folder / ".lock").exists():
             return  # the folder may be another one by now
         beats = [self._own, *(self._others[rank] for rank in sorted(self._others))]
-        shown = ("rank", "host", "phase", "waits_for", "idle_s")
+        shown = ("rank", "host", "pid", "phase", "waits_for", "idle_s")
         ranks = [{name: getattr(beat, name) for name in shown} for beat in beats]
         posted = {"time": time.time(), "is_over": is_over, "why": why, "ranks": ranks}
         path = self.run_folder / RANKS

@@ -79,9 +79,13 @@ def may_fail(what: str, advice: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        frame = traceback.extract_tb(error.__traceback__)[-1]
-        why = f"{type(error).__name__}: {reason_of(error)} ({frame.filename}, line {frame.lineno})"
-        say(f"warning: {what}: {why}; what was trained is whole; {advice}")
+        say(f"warning: {what}: {fault_of(error)}; what was trained is whole; {advice}")
+
+
+def fault_of(error: Exception) -> str:
+    """Return an exception's class, message and place as one line."""
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{type(error).__name__}: {reason_of(error)} ({frame.filename}, line {frame.lineno})"
 
 
 @contextmanager

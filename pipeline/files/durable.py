@@ -13,7 +13,7 @@ from typing import Any
 
 from pipeline.errors import UserError
 from pipeline.files.console import say
-from pipeline.files.untrusted import shown
+from pipeline.files.untrusted import open_file, shown
 
 
 def write_text(path: Path, text: str) -> None:
@@ -101,5 +101,6 @@ def read_records(path: Path) -> list[dict[str, Any]]:
 
 def whole_lines(path: Path) -> Iterator[bytes]:
     """Yield the complete lines of a gzip file, even if the writing process was killed."""
-    with gzip.open(path, "rb") as file, suppress(EOFError, gzip.BadGzipFile, zlib.error):
+    cut_off = suppress(EOFError, gzip.BadGzipFile, zlib.error)
+    with open_file(path) as packed, gzip.open(packed, "rb") as file, cut_off:
         yield from (line for line in file if line.endswith(b"\n"))

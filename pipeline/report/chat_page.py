@@ -2,7 +2,6 @@
 
 import json
 import queue
-import secrets
 import threading
 from collections.abc import Sequence
 
@@ -15,9 +14,8 @@ class ChatPage(Page):
     """Shows lines, and waits for what a person types. `address` is where a browser finds it."""
 
     def __init__(self, title: str) -> None:
-        self._id = secrets.token_hex()  # an old page would show another conversation
         parts = parts_of_page("chat.js")
-        self._html = filled("chat.html", title=title, conversation=self._id, **parts)
+        self._html = filled("chat.html", title=title, **parts)
         self._lines = list[tuple[str, str]]()
         self._is_waiting = False  # for the person
         self._typed = queue.Queue[str]()
@@ -31,11 +29,7 @@ class ChatPage(Page):
             return 200, "text/html", self._html
         since = query.get("since", ["0"])[0]
         if path == "/lines" and since.isdecimal():
-            found = {
-                "conversation": self._id,
-                "is_waiting": self._is_waiting,
-                "lines": self._lines[int(since) :],
-            }
+            found = {"is_waiting": self._is_waiting, "lines": self._lines[int(since) :]}
             return 200, "application/json", json.dumps(found)
         return NO_PAGE
 

@@ -9,22 +9,24 @@ import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from itertools import accumulate
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 from urllib.parse import quote
 
-import yaml
-
 from pipeline.config.recipe import full_name
 from pipeline.errors import UserError
 from pipeline.evaluation.transfer import differences, estimate, mean_samples, successes_of, summary
+from pipeline.files.console import say
 from pipeline.plots.pictures import Configuration
-from pipeline.report.tables import METRICS, number_table
-from pipeline.tracking.run_files import RunData, is_finished, load_run
+from pipeline.report.tables import METRICS, Rows, number_table
+from pipeline.tracking.run_files import RunData, is_finished, load_run, read_settings
 
 IGNORED = ("run", "tracking")  # sections of settings that do not change what a run learns
 KIND = "curriculum.curriculum"
+MODEL = "model.model"
+MOST_CHARACTERS = 72  # of the settings that name a configuration
 # names of settings that mixed training ignores, because mixed training has no stages
 OF_STAGES = (
     *("curriculum.order", "curriculum.stage_weights", "curriculum.stage_steps"),
@@ -63,11 +65,17 @@ def finished(folders: Sequence[Path]) -> tuple[list[RunData], list[RunData]]:
 def configurations_of(runs: Sequence[RunData]) -> list[Configuration]:
     """Group runs with equal settings into configurations; mixed training comes first.
 
-    Raises UserError if runs of a configuration have different stages, domains or tasks.
+    A run with the settings and the seed of an earlier one, such as a copy, is left out. Raises
+    UserError if runs of a configuration have different stages, domains or tasks.
     """
     groups: dict[str, list[RunData]] = {}
     for run in sorted(runs, key=lambda run: int(run.config["run"]["seed"])):
-        groups.setdefault(json.dumps(settings_of(run.config), sort_keys=True), []).append(run)
+        group = groups.setdefault(json.dumps(settings_of(run.config), sort_keys=True), [])
+        if group and group[-1].config["run"]["seed"] == run.config["run"]["seed"]:
+            what = f"has the settings and the seed of {group[-1].folder}"
+            say(f"warning: {run.folder} {what}, so it is no further seed and is left out")
+        else:
+            group.append(run)
     settings = [json.loads(key) for key in groups]
     pairs = sorted(zip(settings, groups.values(), strict=True), key=lambda p: not _is_mixed(p[0]))
     mixed = [group for mine, group in pairs if _is_mixed(mine)]
@@ -76,7 +84,7 @@ def configurations_of(runs: Sequence[RunData]) -> list[Configuration]:
         transfer = summary([run.results for run in group])
         is_mixed = _is_mixed(mine)
         against_mixed = None if is_mixed else _against(group, transfer["episodes"], mixed)
-        label = _label(mine, settings) + " (reference)" * is_mixed
+        label = _label(mine, settings, group[0].config) + " (reference)" * is_mixed
         if any(label == other.label for other in configurations):  # long values are cut off
             label += f" ({group[0].folder.resolve().name})"
         configurations.append(Configuration(label, group, transfer, is_mixed, against_mixed))
@@ -96,14 +104,14 @@ def settings_of(config: Mapping[str, Any]) -> dict[str, Any]:
     }
     if _is_mixed(settings):
         settings = {key: value for key, value in settings.items() if key not in OF_STAGES}
-    path = Path(settings["model.model"])
+    path = Path(settings[MODEL])
     if path.parent.name == "checkpoints":
-        settings["model.model"] = re.sub(r"seed-\d+", "seed", str(path))  # one name for all seeds
+        settings[MODEL] = re.sub(r"seed-\d+", "seed", str(path))  # one name for all seeds
         if (origin := path.parent.parent / "config.yaml").is_file():
-            other = settings_of(yaml.safe_load(origin.read_text(encoding="utf-8")))
+            other = settings_of(read_settings(origin.parent))
             sections = ("model.", "warm_start.", "rft.", "data.")
             kept = {key: value for key, value in other.items() if key.startswith(sections)}
-            settings["model.model"] = f"{path.name} of {json.dumps(kept, sort_keys=True)}"
+            settings[MODEL] = f"{path.name} of {json.dumps(kept, sort_keys=True)}"
     return settings
 
 
@@ -111,15 +119,29 @@ def _is_mixed(settings: Mapping[str, Any]) -> bool:
     return settings.get(KIND) == "mixed"
 
 
-def _label(mine: Mapping[str, Any], settings: Sequence[Mapping[str, Any]]) -> str:
+def _label(
+    mine: Mapping[str, Any], settings: Sequence[Mapping[str, Any]], config: Mapping[str, Any]
+) -> str:
     """Return the settings that most other configurations do not share, such as `replay 0.3`."""
     kind = [of for of in settings if _is_mixed(of) == _is_mixed(mine)]
     keys = [k for k in mine if 2 * sum(of.get(k) == mine[k] for of in kind) <= len(kind)]
+    keys.sort(key=lambda key: {"recipe": 0, MODEL: 1}.get(key, 2))
     names = {key: full_name(*key.rpartition(".")[::2]) for key in keys}
-    words = [f"{name} {_short(mine[key])}" for key, name in names.items() if key != KIND]
+    values = {**mine, MODEL: _model(config["model"]["model"])}
+    words = [f"{name} {_short(values[key])}" for key, name in names.items() if key != KIND]
     if _is_mixed(mine) or len({of.get(KIND) for of in kind}) > 1 or not words:
         words.insert(0, str(mine.get(KIND)))
-    return ", ".join(words)
+    ends = [*accumulate(len(word) + 2 for word in words)]
+    kept = max(1, sum(end <= MOST_CHARACTERS for end in ends))
+    more = f" and {len(words) - kept} more" * (len(words) > kept)
+    return ", ".join(words[:kept]) + more
+
+
+def _model(name: str) -> str:
+    """Return the name of a model, for a checkpoint also that of its run, the same for all seeds."""
+    path = Path(name)
+    of_run = re.sub(r"seed-\d+", "seed", path.parent.parent.name)
+    return f"{path.name} of {of_run}" if path.parent.name == "checkpoints" else name
 
 
 def _short(value: Any) -> str:
@@ -194,6 +216,7 @@ def minus_first(
 def data_of(
     configurations: Sequence[Configuration],
     unfinished: Sequence[RunData] = (),
+    again: Sequence[RunData] = (),
     output: Path = Path(),
 ) -> dict[str, Any]:
     """Return the variables of the template `comparison.md.jinja`, except the title."""
@@ -210,6 +233,25 @@ def data_of(
         "changes": number_table(f"minus {configurations[0].label}", changes, sign="+"),
         "unequal": unequal,
         "unfinished": unfinished,
+        "again": again,
         "minus_mixed": number_table("minus mixed", compared, sign="+"),
+        "differing": _differing(configurations),
         "rewards": number_table("mean reward at the end", ends),
     }
+
+
+def _differing(configurations: Sequence[Configuration]) -> Rows:
+    """Return a row for each setting in which configurations differ, if a name lacks any of them."""
+    if not any(re.search(r" and \d+ more", c.label) for c in configurations):
+        return []
+    configs = [c.runs[0].config for c in configurations]
+    settings = [
+        settings_of(config) | {MODEL: _model(config["model"]["model"])} for config in configs
+    ]
+    keys = dict.fromkeys(key for of in settings for key in of)
+    rows = [
+        [full_name(*key.rpartition(".")[::2]), *(_short(of.get(key, "-")) for of in settings)]
+        for key in keys
+        if any(of.get(key) != settings[0].get(key) for of in settings)
+    ]
+    return [["setting", *(c.label for c in configurations)], *rows]

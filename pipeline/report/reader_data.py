@@ -17,7 +17,7 @@ from typing import Any
 from zlib import crc32
 
 from pipeline.files.durable import whole_lines
-from pipeline.tracking.run_files import task_of, transcripts_in
+from pipeline.tracking.run_files import episodes_in, task_of, transcripts_in
 
 MAX_EPISODES = 10_000
 MAX_CHARACTERS = 11_000_000  # maximum length of all chunks together; keeps the page below 15 MB
@@ -55,7 +55,7 @@ def read_episodes(
     """
     files = transcripts_in(folder) if files is None else files
     tasks = {
-        path: [task_of(json.loads(line)) for line in whole_lines(path)]
+        path: [task_of(episode) for episode in episodes_in(path)]
         for paths in files.values()
         for path in paths
     }

@@ -1,11 +1,11 @@
 """Where a run is, from the files in its folder; `three-domain-grpo status RUN ...` prints it.
 
 This module imports no torch. Rank 0 writes `ranks.json` each half second; a file that is
-older than STALE_S seconds is of a run that was killed.
+older than STALE_S seconds is of a run that was killed, or of one that is stopped or stuck.
 """
 
-import argparse
 import json
+import platform
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -15,17 +15,23 @@ from statistics import fmean, median
 from textwrap import wrap
 from typing import Any
 
+import psutil
+from pydantic import BaseModel
+
+from pipeline.config.cli import Parser
 from pipeline.files.console import command
+from pipeline.files.durable import finite
 from pipeline.files.layout import RANKS, WARNINGS
-from pipeline.files.untrusted import printable
+from pipeline.files.untrusted import printable, read_file
 from pipeline.report.comparison import runs_in
 from pipeline.report.tables import Rows, aligned
 from pipeline.report.write import filled
-from pipeline.tracking.run_files import RunData, is_finished, load_run, number
+from pipeline.tracking.run_files import RunData, is_finished, load_run, number, reading
 
 STALE_S = 15.0
 MEANS = ("reward", "success")  # means over the domains that a line of several runs has
 MOST_WARNINGS = 5
+MOST_BYTES = 1 << 22  # of a file that is read each two seconds
 RECENT = 20  # steps that a pace and a mean reward are of
 WIDTH = 80
 COUNTED = {  # metrics of a step that are no good news if they are above 0
@@ -35,6 +41,26 @@ COUNTED = {  # metrics of a step that are no good news if they are above 0
 }
 
 Status = dict[str, Any]
+
+
+class Rank(BaseModel):
+    """What a rank did when `ranks.json` was written."""
+
+    rank: int
+    host: str
+    pid: int = 0  # of a run of an earlier version
+    phase: str
+    waits_for: str
+    idle_s: float
+
+
+class Posted(BaseModel):
+    """The content of `ranks.json`."""
+
+    time: float = 0.0
+    is_over: bool = False
+    why: str = ""
+    ranks: list[Rank] = []
 
 
 def status_of(run: RunData) -> Status:
@@ -69,28 +95,44 @@ def status_of(run: RunData) -> Status:
 def with_ranks(status: Status) -> Status:
     """Return the status with the state of the run, and what each rank does now.
 
-    The state is running, finished, ended (with `why`) or killed.
+    The state is running, finished, ended (with `why`), killed, stopped (by a signal), or silent: a
+    process that writes nothing, or one on another machine.
     """
-    posted: Any = {"time": 0.0, "is_over": False, "why": "", "ranks": []}
-    with suppress(OSError, ValueError, TypeError):  # the run has not begun, or is gone
-        posted |= json.loads((Path(status["folder"]) / RANKS).read_text("utf-8"))
-    is_running = not posted["is_over"] and abs(time.time() - posted["time"]) < STALE_S
+    posted = Posted()
+    with suppress(OSError, ValueError):  # the run has not begun, or is gone
+        found = read_file(Path(status["folder"]) / RANKS, MOST_BYTES)
+        posted = Posted.model_validate_json(found)
+    is_running = not posted.is_over and abs(time.time() - posted.time) < STALE_S
     states = {  # the first that holds
         "running": is_running,
-        "ended": posted["why"],
-        "finished": posted["is_over"] or status["is_finished"],
-        "killed": True,
+        "ended": posted.why,
+        "finished": posted.is_over or status["is_finished"],
+        _of_process(posted): True,
     }
-    ranks = posted["ranks"] if is_running else []
+    ranks = [rank.model_dump() for rank in posted.ranks] if is_running else []
     steps_left = status["num_steps"] - status["step"]
     return {
         **status,
         "state": next(state for state, holds in states.items() if holds),
-        "why": posted["why"],
+        "why": posted.why,
         "place": status["stage"] or (ranks[0]["phase"] if ranks else "before GRPO"),
         "left_s": status["step_s"] * steps_left if status["step_s"] and is_running else None,
         "ranks": ranks,
     }
+
+
+def _of_process(posted: Posted) -> str:
+    """Return the state of a run from the process that wrote `ranks.json`, if it is here."""
+    for rank in posted.ranks[:1]:
+        if rank.host != platform.node():
+            return "silent"
+        with suppress(psutil.Error, ValueError, OverflowError):
+            process = psutil.Process(rank.pid)
+            state = process.status()
+            # The number may be another process' by now.
+            if state != psutil.STATUS_ZOMBIE and process.create_time() < posted.time:
+                return "stopped" if state == psutil.STATUS_STOPPED else "silent"
+    return "killed"
 
 
 def _success(run: RunData) -> dict[str, float]:
@@ -112,8 +154,8 @@ def _warnings(run: RunData) -> Iterator[str]:
             yield f"{sum(steps.values()):g} {words}, last in step {max(steps)}"
     for fall in run.results.get("worse", {}).get("found", []):
         yield f"{fall['name']} became worse: {fall['before']:.2f} -> {fall['after']:.2f}"
-    with suppress(OSError, UnicodeDecodeError):  # a run without warnings has no file
-        printed = (run.folder / WARNINGS).read_text("utf-8").splitlines()
+    with suppress(OSError, ValueError):  # a run without warnings has no file
+        printed = read_file(run.folder / WARNINGS, MOST_BYTES).decode().splitlines()
         yield from [*dict.fromkeys(reversed(printed))][:MOST_WARNINGS]  # the newest first
 
 
@@ -143,23 +185,24 @@ def table_of(found: Sequence[Status]) -> Rows:
 
 def main(arguments: Sequence[str]) -> int:
     """Run `status RUN ...`; raises UserError for a folder without a run."""
-    parser = argparse.ArgumentParser(prog=command("status"), description="Says where runs are.")
+    parser = Parser(prog=command("status"), description="Says where runs are.", allow_abbrev=False)
     parser.add_argument(
         "folders", nargs="+", type=Path, metavar="RUN", help="folder of a run, or of runs"
     )
     parser.add_argument("--json", action="store_true", help="print a line of JSON for each run")
     options = parser.parse_args(arguments)
     runs = runs_in(options.folders) or options.folders
-    found = [status_of(load_run(folder)) for folder in runs]
-    if options.json:
-        lines = [json.dumps(status) for status in found]
-    else:
-        text = (
-            aligned(table_of(found))
-            if found[1:]
-            else filled("status.txt.jinja", **variables_of(found[0]))
-        )
-        fitted = partial(wrap, width=WIDTH, subsequent_indent="  ")
-        lines = [part for line in printable(text).splitlines() for part in fitted(line) or [""]]
+    with reading(*runs):
+        found = [status_of(load_run(folder)) for folder in runs]
+        if options.json:
+            lines = [json.dumps(finite(status)) for status in found]
+        else:
+            text = (
+                aligned(table_of(found))
+                if found[1:]
+                else filled("status.txt.jinja", **variables_of(found[0]))
+            )
+            fitted = partial(wrap, width=WIDTH, subsequent_indent="  ")
+            lines = [part for line in printable(text).splitlines() for part in fitted(line) or [""]]
     print("\n".join(lines))
     return 0

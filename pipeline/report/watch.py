@@ -2,35 +2,45 @@
 
 The page is the report's, with the newest episodes and a section about now. The server reads the
 files of the run folder and writes nothing. Scripts of the page ask it every two seconds for the
-section about now, and for the rest when files have changed. Without `--host`, only this machine
-reaches the page; with another host, the address has a token.
+section about now, and for the rest when files have changed. Only who has the token of the address
+can ask, and only on this machine without `--host`.
 """
 
-import argparse
 import json
 import os
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from math import ceil
 from pathlib import Path
 from typing import Any
 
+from pipeline.config.cli import Parser
 from pipeline.files.console import command
 from pipeline.files.layout import METRICS, TIMINGS, WARNINGS
 from pipeline.files.untrusted import printable
 from pipeline.plots import drawing, pictures
 from pipeline.report.reader_data import read_episodes
-from pipeline.report.server import HERE, NO_PAGE, PORT, Answer, Page, server_of
+from pipeline.report.server import (
+    HERE,
+    NO_PAGE,
+    PORT,
+    Answer,
+    Page,
+    address_in_words,
+    server_of,
+)
 from pipeline.report.status import Status, status_of, variables_of, with_ranks
 from pipeline.report.tables import data_of
 from pipeline.report.write import TEMPLATES, filled, page_of, render, sections_of, svgs_of
-from pipeline.tracking.run_files import RunData, load_run, transcripts_in
+from pipeline.tracking.run_files import load_run, reading, transcripts_in
 
 NEWEST = 4  # steps and evaluations whose episodes the page has
+MOST_STEPS = 100  # of a run that does not go on
 MOST_POINTS = 300  # steps in a picture: browsers and matplotlib are slow with thousands
 MAX_EPISODES = 1_000
 MAX_CHARACTERS = 2_000_000
@@ -41,7 +51,7 @@ Seen = list[tuple[float, int]]  # time and size of each file
 
 
 class LivePage(Page):
-    """The page of a run, made again when a browser asks for news and the run's files have changed.
+    """The page of a run, made again when a browser asks and the run's files have changed.
 
     `version` grows with each page. Raises UserError if the folder holds no run.
     """
@@ -51,75 +61,96 @@ class LivePage(Page):
         self._made_of: Seen | None = None
         self._drawn_of: Seen | None = None
         self._svgs: dict[str, Any] = {}
+        self._drawn = ""  # the steps that the pictures show
         self._next_picture = time.monotonic() + PAUSE_S  # the first page is here at once
         self._status: Status = {}
-        self._trouble = ""
+        self._trouble: dict[str, str] = {}
         self._is_asked = threading.Event()
+        self._lock = threading.Lock()
         self.html = ""
-        self._make()
+        self._write()
 
     def get(self, path: str, query: dict[str, list[str]]) -> Answer:
         """Answer `/` and `/now` (JSON: `version`, and the section about now as HTML)."""
         self._is_asked.set()
         if path == "/":
+            self._try(self._write)
             return 200, "text/html", self.html
         if path != "/now":
             return NO_PAGE
-        html = filled("sections.html", sections=self._now())
+        html = filled("sections.html", sections=self._now(self._status))
         return 200, "application/json", json.dumps({"version": self.version, "html": html})
 
     def renew(self) -> None:
-        """Wait until a browser asks, at most PAUSE_S; then make the page again if files changed."""
-        if self._is_asked.wait(PAUSE_S):
-            self._is_asked.clear()
-            try:
-                self._make()
-                self._trouble = ""
-            except Exception as error:  # the folder may be gone or half copied: the page says so
-                self._trouble = f"{type(error).__name__}: {error}"
-
-    def _now(self) -> list[dict[str, Any]]:
-        found = variables_of(with_ranks(self._status))
-        return sections_of(printable(render("now.md.jinja", trouble=self._trouble, **found)))
-
-    def _make(self) -> None:
-        """Make the page again if files have changed.
+        """Wait until a browser asks, at most PAUSE_S; then make the page again if files changed.
 
         Pictures take seconds: the page has its texts first, and then pictures, which are drawn
         again after ten times as long.
         """
-        seen = self._seen()
-        if seen != self._made_of:
-            self._write(load_run(self._folder))
-            self._made_of = seen
-        if seen != self._drawn_of and time.monotonic() >= self._next_picture:
-            begun = time.monotonic()
-            self._drawn_of = seen
+        if self._is_asked.wait(PAUSE_S):
+            self._is_asked.clear()
+            self._try(self._write)
+            if time.monotonic() >= self._next_picture:
+                self._try(self._draw)
+
+    def _try(self, make: Callable[[], None]) -> None:
+        """Call a function; the page says what it raises, because the run's folder may be gone."""
+        try:
+            make()
+            self._trouble.pop(make.__name__, None)
+        except Exception as error:
+            self._trouble[make.__name__] = str(error)
+
+    def _now(self, status: Status) -> list[dict[str, Any]]:
+        found = variables_of(with_ranks(status))
+        trouble = "; ".join([*self._trouble.values()])
+        return sections_of(printable(render("now.md.jinja", trouble=trouble, **found)))
+
+    def _write(self) -> None:
+        """Make the texts of the page again if files have changed."""
+        with self._lock, reading(self._folder):
+            seen = self._seen()
+            is_new = seen != self._made_of
+            if not is_new and with_ranks(self._status)["state"] == self._status["state"]:
+                return
             run = load_run(self._folder)
-            self._draw(run)
-            self._next_picture = time.monotonic() + 10 * (time.monotonic() - begun)
-            self._write(run)
+            status = status_of(run)
+            data = data_of(run, live=True)
+            text = render("run.md.jinja", drawn=self._svgs, drawn_steps=self._drawn, **data)
+            files = transcripts_in(self._folder)
+            shown = _shown_of([*files.items()], status["state"] == "running")
+            reader = read_episodes(
+                self._folder,
+                run.success_threshold,
+                run.results.get("reward_parts"),
+                MAX_EPISODES,
+                MAX_CHARACTERS,
+                files=dict(shown),
+            )
+            reader.index["steps"] = [len(shown), len(files)]
+            self.version = time.time_ns() // 10**6  # other than those of an earlier server
+            sections = [*self._now(status), *sections_of(printable(text))]
+            self.html = page_of(data["title"], sections, self._svgs, reader, self.version)
+            self._status = status
+            self._made_of = seen
 
-    def _write(self, run: RunData) -> None:
-        self._status = status_of(run)
-        data = data_of(run, live=True)
-        text = printable(render("run.md.jinja", drawn=self._svgs, **data))
-        reader = read_episodes(
-            self._folder,
-            run.success_threshold,
-            run.results.get("reward_parts"),
-            MAX_EPISODES,
-            MAX_CHARACTERS,
-            files=dict([*transcripts_in(self._folder).items()][-NEWEST:]),
-        )
-        self.version = time.time_ns() // 10**6  # other than those of an earlier server
-        sections = [*self._now(), *sections_of(text)]
-        self.html = page_of(data["title"], sections, self._svgs, reader, self.version)
-
-    def _draw(self, run: RunData) -> None:
-        every = len(run.train) // MOST_POINTS or 1
-        thinned = replace(run, train=run.train[::every], timings=run.timings[::every])
-        self._svgs = svgs_of(drawing.draw(pictures.OF_RUN, thinned))
+    def _draw(self) -> None:
+        """Draw the pictures if files have changed, and make the page again."""
+        seen = self._seen()
+        if seen == self._drawn_of:
+            return
+        begun = time.monotonic()
+        self._drawn_of = seen
+        with reading(self._folder):
+            run = load_run(self._folder)
+            every = len(run.train) // MOST_POINTS or 1
+            thinned = replace(run, train=run.train[::every], timings=run.timings[::every])
+            self._svgs = svgs_of(drawing.draw(pictures.OF_RUN, thinned))
+        last = run.train[-1]["step"] if run.train else 0
+        self._drawn = f"Drawn at step {last}{f', one step of {every}' * (every > 1)}"
+        self._next_picture = time.monotonic() + 10 * (time.monotonic() - begun)
+        self._made_of = None
+        self._write()
 
     def _seen(self) -> Seen:
         found = [self._folder / name for name in FILES]
@@ -127,9 +158,15 @@ class LivePage(Page):
         return [(stat.st_mtime, stat.st_size) for stat in stats]
 
 
+def _shown_of(files: list[Any], is_running: bool) -> list[Any]:
+    """Return the newest steps, and of a run that does not go on also some of all others."""
+    others = [] if is_running else files[: -NEWEST : ceil(len(files) / MOST_STEPS) or 1]
+    return others + files[-NEWEST:]
+
+
 def main(arguments: Sequence[str]) -> int:
     """Run `watch RUN`; raises UserError for a mistake of the user."""
-    parser = argparse.ArgumentParser(prog=command("watch"), description=__doc__)
+    parser = Parser(prog=command("watch"), description=__doc__, allow_abbrev=False)
     parser.add_argument("folder", type=Path, metavar="RUN", help="folder of a run")
     parser.add_argument("--port", type=int, help=f"[{PORT}, or a free one]")
     parser.add_argument("--host", default=HERE[0], help=f"address to listen on [{HERE[0]}]")
@@ -138,7 +175,8 @@ def main(arguments: Sequence[str]) -> int:
     page = LivePage(options.folder)
     server = server_of(page, options.host, options.port)
     end = "Ctrl-C ends the page" if options.parent is None else "as long as the run lasts"
-    print(f"watch {options.folder} in a browser: {server.address} ({end})", flush=True)
+    address = address_in_words(server.address, options.folder)
+    print(f"watch {options.folder} in a browser: {address} ({end})", flush=True)
     with server, suppress(KeyboardInterrupt):
         threading.Thread(target=server.serve_forever, daemon=True).start()
         while options.parent in (None, os.getppid()):

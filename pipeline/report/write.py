@@ -11,7 +11,6 @@ of a run again. `three-domain-grpo report RUN RUN ... --output FOLDER` compares 
 # page escapes texts of models and environments, or writes the texts as JSON. The content security
 # policy of the page allows only the shipped script.
 
-import argparse
 import base64
 import hashlib
 import re
@@ -23,6 +22,7 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, select_autoescape
 from markupsafe import Markup, escape
 
+from pipeline.config.cli import Parser
 from pipeline.errors import UserError
 from pipeline.files.console import command, in_words, say
 from pipeline.files.untrusted import printable
@@ -42,7 +42,13 @@ from pipeline.report.tables import (
     start_table,
     success_tables,
 )
-from pipeline.tracking.run_files import after_name, before_and_after, load_run, number
+from pipeline.tracking.run_files import (
+    after_name,
+    before_and_after,
+    load_run,
+    number,
+    reading,
+)
 
 TEMPLATES = Path(__file__).resolve().parent / "templates"
 # patterns and HTML elements of `code`, **importance** and *emphasis*
@@ -68,6 +74,8 @@ def write_comparison(folders: Sequence[Path], output: Path) -> None:
         why = "is not finished, or was not evaluated before GRPO"
         say(f"warning: {run.folder} {why}, and is left out")
     configurations = comparison.configurations_of(runs)
+    counted = {run.folder for c in configurations for run in c.runs}
+    again = [run for run in runs if run.folder not in counted]
     try:
         output.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -79,8 +87,8 @@ def write_comparison(folders: Sequence[Path], output: Path) -> None:
         output / "comparison",
         "comparison.md.jinja",
         figures,
-        title=f"Comparison of {len(runs)} runs",
-        **comparison.data_of(configurations, unfinished, output),
+        title=f"Comparison of {sum(len(c.runs) for c in configurations)} runs",
+        **comparison.data_of(configurations, unfinished, again, output),
     )
 
 
@@ -257,7 +265,7 @@ def table(rows: Sequence[Sequence[str]]) -> Markdown:
 
 def main(arguments: Sequence[str]) -> int:
     """Run `report FOLDER ...`; raises UserError for a mistake of the user."""
-    parser = argparse.ArgumentParser(prog=command("report"), description=__doc__)
+    parser = Parser(prog=command("report"), description=__doc__, allow_abbrev=False)
     parser.add_argument("folders", nargs="+", type=Path, metavar="FOLDER", help="of runs")
     parser.add_argument("--output", type=Path, help="folder for the comparison of several runs")
     options = parser.parse_args(arguments)
@@ -267,11 +275,13 @@ def main(arguments: Sequence[str]) -> int:
     if len(folders) == 1 and (runs == folders or not runs):
         if output is not None:
             raise UserError("report: --output is for comparisons; a run's folder has its report")
-        write_report(folders[0])
+        with reading(*folders):
+            write_report(folders[0])
         print(folders[0] / "report.md")
     elif len(folders) > 1 and output is None:
         raise UserError("report: got several runs; say where the comparison goes: --output FOLDER")
     else:
-        write_comparison(runs, output or folders[0])
+        with reading(*runs):
+            write_comparison(runs, output or folders[0])
         print((output or folders[0]) / "comparison.md")
     return 0

@@ -3,6 +3,7 @@
 import json
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import groupby
 from math import ceil
@@ -11,12 +12,14 @@ from typing import Any
 
 import yaml
 
-from pipeline.config.recipe import own_domains
+from pipeline.config.recipe import Loader, own_domains
 from pipeline.data.curriculum import BEFORE_GRPO
 from pipeline.errors import UserError
 from pipeline.evaluation.transfer import summary, threshold_of
+from pipeline.files.console import fault_of
 from pipeline.files.durable import read_records, whole_lines
-from pipeline.files.layout import METRICS, TIMINGS
+from pipeline.files.layout import METRICS, RUN_SETTINGS, TIMINGS
+from pipeline.files.untrusted import reason_of
 
 Evaluation = Mapping[str, Any]
 FOREIGN = "is not what a run writes; restore it"
@@ -73,9 +76,12 @@ class RunData:
         return threshold_of([self.results])
 
     def is_graded(self, domain: str) -> bool:
+        return self.leaves_rates(domain) or domain in self.transfer.get("rewards", {})
+
+    def leaves_rates(self, domain: str) -> bool:
+        """Return whether a mean reward is outside 0 to 1, where success rates are."""
         means = [line.get(f"reward/{domain}") for line in self.train]
-        outside = any(mean is not None and not 0 <= mean <= 1 for mean in means)
-        return outside or domain in self.transfer.get("rewards", {})
+        return any(mean is not None and not 0 <= mean <= 1 for mean in means)
 
     def of_stage(self, stage: Mapping[str, Any]) -> list[dict[str, Any]]:
         return [line for line in self.train if line["stage"] == stage["name"]]
@@ -83,12 +89,7 @@ class RunData:
 
 def load_run(folder: Path) -> RunData:
     """Read a run folder. Raises UserError if the folder holds no run."""
-    if not (folder / "config.yaml").is_file():
-        why = "holds no run, or the run has not begun (no config.yaml)"
-        raise UserError(f"{folder} {why}; give the folder of a run")
-    config = _read(folder / "config.yaml", yaml.safe_load)
-    if not {"recipe", "data", "grpo", "run"} <= config.keys():
-        raise UserError(f"{folder / 'config.yaml'} {FOREIGN}")
+    config = read_settings(folder)
     curriculum = _read(folder / "curriculum.json", stages=[], replay=0.0, preview=0.0)
     results = _read(folder / "results.json", evaluations=[], baselines={})
     metrics, timings = read_metrics(folder)
@@ -108,6 +109,42 @@ def load_run(folder: Path) -> RunData:
     )
 
 
+@contextmanager
+def reading(*folders: Path) -> Iterator[None]:
+    """Turn what damaged files of runs raise, or files of other programs, into UserError."""
+    names = ", ".join(map(str, folders))
+    try:
+        yield
+    except UserError:
+        raise
+    except OSError as error:
+        raise UserError(f"{error.filename or names}: {reason_of(error)}") from error
+    except Exception as error:
+        why = f"a file in it {FOREIGN}"
+        raise UserError(f"{names}: {why} ({fault_of(error)})") from error
+
+
+def read_settings(folder: Path) -> dict[str, Any]:
+    """Return the settings of a run. Raises UserError if the folder holds no run."""
+    path = folder / RUN_SETTINGS
+    if not path.is_file():
+        why = f"holds no run, or the run has not begun (no {path.name})"
+        raise UserError(f"{folder} {why}; give the folder of a run")
+    config = _read(path, lambda text: yaml.load(text, _Plain))
+    if not {"recipe", "data", "grpo", "run"} <= config.keys():
+        raise UserError(f"{path} {FOREIGN}")
+    return config
+
+
+class _Plain(Loader):
+    """A loader that refuses aliases, of which a few lines make a value of any size."""
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        if self.check_event(yaml.AliasEvent):
+            raise yaml.YAMLError("it holds an alias")
+        return super().compose_node(parent, index)
+
+
 def is_finished(run: RunData) -> bool:
     """Return whether a run was evaluated after each of its stages; without stages, False."""
     stages = {stage["name"] for stage in run.results.get("curriculum", {}).get("stages", ())}
@@ -116,7 +153,17 @@ def is_finished(run: RunData) -> bool:
 
 def read_metrics(folder: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Return the lines of `metrics.jsonl` and of `timings.jsonl`."""
-    return read_records(folder / METRICS), read_records(folder / TIMINGS)
+    metrics, timings = [_lines_of(folder / name) for name in (METRICS, TIMINGS)]
+    return metrics, timings
+
+
+def _lines_of(path: Path) -> list[dict[str, Any]]:
+    lines = read_records(path)
+    for number, line in enumerate(lines, 1):
+        is_text = isinstance(line.get("kind"), str) and isinstance(line.get("stage", ""), str)
+        if not (is_text and isinstance(line.get("step"), int)):
+            raise UserError(f"{path}, line {number} {FOREIGN}")
+    return lines
 
 
 def _read(path: Path, parse: Callable[[str], Any] = json.loads, **missing: Any) -> dict[str, Any]:
@@ -163,11 +210,24 @@ def _rows(key: tuple[str, int], paths: Iterable[Path], most: int) -> list[list[A
 
     Its order does not depend on the number of ranks.
     """
-    episodes = [json.loads(line) for path in paths for line in whole_lines(path)]
+    episodes = [episode for path in paths for episode in episodes_in(path)]
     episodes.sort(key=lambda episode: (*task_of(episode), episode["trial"]))
     groups = [list(group) for _, group in groupby(episodes, key=task_of)]
     chosen = [episode for group in groups[:: ceil(len(episodes) / most) or 1] for episode in group]
     return [[*key, *_cells(episode)] for episode in chosen[:most]]
+
+
+def episodes_in(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the episodes of a file of transcripts; raises UserError for a line of another kind."""
+    for line in whole_lines(path):
+        try:
+            episode = json.loads(line)
+            is_episode = {*FIELDS[:-1], "branch", "messages"} <= episode.keys()
+        except (ValueError, AttributeError, RecursionError):
+            is_episode = False
+        if not is_episode:
+            raise UserError(f"{path} {FOREIGN}")
+        yield episode
 
 
 def task_of(episode: Mapping[str, Any]) -> tuple[str, str]:

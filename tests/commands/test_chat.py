@@ -195,16 +195,21 @@ def test_a_person_talks_on_a_page_and_other_pages_cannot_send():
     page.tell("tools", [])
 
     def post(words, **headers):
-        request = Request(f"{page.address}say", words.encode(), headers)
+        request = Request(page.address.replace("/?", "/say?"), words.encode(), headers)
         return urlopen(request, timeout=30).status
 
     with pytest.raises(HTTPError, match="403"):
         post("stolen")
     with pytest.raises(HTTPError, match="403"):
         post("stolen", **{"X-Page": "1", "Host": "another.example"})
+    for path in ("", "lines", "say"):
+        for token in ("", "?token=", f"?token={page.address.rpartition('=')[2][:-1]}"):
+            with pytest.raises(HTTPError, match="403"):
+                urlopen(f"{page.address.partition('?')[0]}{path}{token}", timeout=30)
 
     def lines(since):
-        return json.loads(urlopen(f"{page.address}lines?since={since}", timeout=30).read())
+        address = page.address.replace("/?", f"/lines?since={since}&")
+        return json.loads(urlopen(address, timeout=30).read())
 
     assert post("too early", **{"X-Page": "1"}) == 200
     with ThreadPoolExecutor() as pool:
@@ -217,12 +222,8 @@ def test_a_person_talks_on_a_page_and_other_pages_cannot_send():
     assert found["lines"] == [["rules", "be kind\n\\x1b[2J"], ["customer", "hello"]]
     assert lines(2) == {**found, "lines": []}
     assert not found["is_waiting"]
-    assert (
-        found["conversation"]
-        != json.loads(urlopen(f"{ChatPage('other').address}lines", timeout=30).read())[
-            "conversation"
-        ]
-    ), "an old page sees that it shows another conversation"
+    with pytest.raises(HTTPError, match="403"):
+        urlopen(f"{ChatPage('other').address.partition('?')[0]}?{page.address.partition('?')[2]}")
 
 
 def test_the_page_begins_again_until_the_command_is_ended(run, monkeypatch, capsys):

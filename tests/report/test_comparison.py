@@ -5,6 +5,7 @@ import shutil
 import pytest
 
 from pipeline.commands.main import main as command
+from pipeline.config.recipe import load_recipe
 from pipeline.errors import UserError
 from pipeline.evaluation.transfer import differences, summary
 from pipeline.plots.drawing import draw, shown
@@ -98,6 +99,82 @@ def test_a_configuration_is_named_by_the_settings_in_which_it_differs_from_most(
     assert main([*same, "--output", str(tmp_path / "both")]) == 0
     text = (tmp_path / "both" / "comparison.md").read_text()
     assert text.startswith("# Comparison of 2 runs\n"), "a run counts once"
+
+
+@pytest.mark.parametrize("kind", ["a copy", "a resumed copy", "another run of the seed"])
+def test_a_seed_counts_once(tmp_path, capsys, kind):
+    for seed in (1, 2):
+        make_run(tmp_path / "all" / f"seed-{seed}", THREE, settings={"run": {"seed": seed}})
+    first = tmp_path / "all" / "seed-1"
+    again = tmp_path / "all" / "seed-1-again"
+    if kind == "another run of the seed":
+        make_run(again, THREE, settings={"run": {"seed": 1}}, last=0.75)
+    else:
+        shutil.copytree(first, again)
+    if kind == "a resumed copy":
+        resumed = {"output_dir": str(again), "resume_from_checkpoint": "latest", "num_gpus": 2}
+        make_run(again, THREE, settings={"run": {"seed": 1, **resumed}})
+    assert main([str(tmp_path / "all")]) == 0
+    why = f"has the settings and the seed of {first}, so it is no further seed and is left out"
+    assert capsys.readouterr().err == f"warning: {again} {why}\n"
+    text = (tmp_path / "all" / "comparison.md").read_text()
+    assert text.startswith("# Comparison of 2 runs\n")
+    assert (
+        "**Left out**, because another run has the same settings and seed: `seed-1-again`." in text
+    )
+    assert "| sequential | 2 |" in text
+    both = [str(first), str(again), "--output", str(tmp_path / "both")]
+    assert main(both) == 0
+    assert "| sequential | 1 |" in (tmp_path / "both" / "comparison.md").read_text()
+
+
+def test_each_run_of_a_row_has_its_own_numbers(sweep, configurations):
+    text = markdown_of(configurations)
+    runs = text.partition("## Each run")[2]
+    for configuration in configurations:
+        for run in configuration.runs:
+            seed = run.config["run"]["seed"]
+            accuracy = shown(run.transfer["metrics"]["average_accuracy"])
+            row = f"| {run.folder.name} | {configuration.label} | {seed} | {accuracy} |"
+            assert row in runs
+
+
+def test_runs_of_different_recipes_have_short_names_and_a_table_of_their_settings(tmp_path):
+    for name in ("three_domain_tiny", "pretrained"):
+        tree = load_recipe(name).model_dump(mode="json")
+        tree = {section: values for section, values in tree.items() if isinstance(values, dict)}
+        tree["data"]["domains"] = list(THREE)
+        settings = make_run(tmp_path / name, THREE, settings=tree) / "config.yaml"
+        settings.write_text(
+            settings.read_text().replace("recipe: three_domain_tiny", f"recipe: {name}")
+        )
+    found = configurations_of(tmp_path)
+    labels = [c.label for c in found]
+    assert labels[0].startswith("recipe pretrained, model HuggingFaceTB/")
+    assert labels[1].startswith("recipe three_domain_tiny, model tiny, ")
+    assert all(len(label) < 90 and " more" in label for label in labels)
+    text = markdown_of(found)
+    assert f"## Settings that differ\n\n| setting | {labels[0]} | {labels[1]} |\n" in text
+    assert "| warm_start_steps | 0 | 440 |" in text
+    figures = draw({"curves": curves, "pareto": pareto}, found)
+    for figure in figures.values():
+        figure.canvas.draw()
+        (legend,) = figure.legends
+        box = legend.get_window_extent()
+        assert box.x0 >= 0 and box.x1 <= figure.bbox.x1 and box.y0 >= 0
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+def test_a_run_from_a_checkpoint_is_named_by_it_and_its_run(tmp_path, is_there):
+    warm = make_run(tmp_path / "runs" / "warm", THREE)
+    for name, checkpoint in (("from", "warm-start"), ("later", "stage-1")):
+        model = {"model": str(warm / "checkpoints" / checkpoint)}
+        make_run(tmp_path / "runs" / name, THREE, settings={"model": model})
+    if not is_there:
+        shutil.rmtree(warm)
+    labels = [c.label for c in configurations_of(tmp_path / "runs")]
+    wanted = ["model stage-1 of warm", "model tiny", "model warm-start of warm"]
+    assert sorted(labels) == [of for of in wanted if is_there or of != "model tiny"]
 
 
 def test_long_names_are_never_the_same_for_two_configurations_in_table_and_plot(tmp_path):

@@ -368,7 +368,7 @@ def test_the_command_makes_a_report_again_or_says_why_not(tmp_path, capsys, with
     (tmp_path / "empty").mkdir()
     assert command(["report", str(tmp_path / "empty")]) == 2
     says(capsys.readouterr().err, "error: ", str(tmp_path / "empty"), "give the folder of a run")
-    with pytest.raises(SystemExit):
+    with pytest.raises(UserError, match="arguments are required: FOLDER; --help"):
         main([])
     with pytest.raises(UserError, match="holds no run"):
         write_report(tmp_path / "nowhere")

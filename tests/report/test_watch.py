@@ -1,23 +1,33 @@
 """The page of a run that goes on, in a real browser, and the lines of `status`."""
 
+import gzip
 import json
+import os
 import platform
 import re
 import shutil
+import signal
 import socket
+import subprocess
 import threading
 import time
 from contextlib import contextmanager
+from functools import partial
 from urllib.error import HTTPError
+from urllib.parse import urlsplit
 from urllib.request import Request, urlopen
 
 import pytest
 
+from pipeline.commands.main import main as command
 from pipeline.errors import UserError
 from pipeline.files import console
-from pipeline.files.layout import METRICS, RANKS, WARNINGS
+from pipeline.files.layout import METRICS, RANKS, TIMINGS, WARNINGS
+from pipeline.files.untrusted import parse_json
 from pipeline.plots import pictures
+from pipeline.report import server as pages
 from pipeline.report import status
+from pipeline.report.server import Page as ServedPage
 from pipeline.report.server import server_of
 from pipeline.report.watch import LivePage, page_beside
 from pipeline.tracking.run_files import load_run
@@ -84,12 +94,21 @@ def served(folder, host="127.0.0.1", port=0):
             renewing.join()
 
 
-def trouble(address, text):
+def at(address, path):
+    """The address of another path of the same page, with its token."""
+    return address.replace("/?", f"/{path}?")
+
+
+def port_of(address):
+    return urlsplit(address).port
+
+
+def trouble(address, text, ends=True):
     """What a server answers to something that is hardly a request."""
-    port = int(address.split("/")[2].rpartition(":")[2])
-    with socket.create_connection(("127.0.0.1", port), timeout=30) as link:
-        link.sendall(text.encode())
-        link.shutdown(socket.SHUT_WR)
+    with socket.create_connection(("127.0.0.1", port_of(address)), timeout=30) as link:
+        link.sendall(text.replace("TOKEN", f"/?{urlsplit(address).query}").encode())
+        if ends:
+            link.shutdown(socket.SHUT_WR)
         return link.makefile().read()
 
 
@@ -150,40 +169,103 @@ def test_a_phone_sees_the_page_without_scrolling_sideways_in_its_colours(run_fol
     assert colours == ["rgb(255, 255, 255)", "rgb(20, 23, 26)"]
 
 
-def test_the_server_reads_alone_and_answers_only_its_own_machine_or_who_has_the_token(
-    run_folder, capsys
-):
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "::1", "0.0.0.0", "::"])
+def test_the_server_reads_alone_and_answers_only_who_has_the_token(run_folder, capsys, host):
+    if ":" in host:
+        try:
+            socket.create_server((host, 0), family=socket.AF_INET6).close()
+        except OSError:
+            pytest.skip("this machine has no IPv6")
+    is_here = host not in ("0.0.0.0", "::")
     before = {path: path.stat().st_mtime_ns for path in run_folder.rglob("*")}
-    with served(run_folder) as address:
+    with served(run_folder, host) as address:
+        name = {"0.0.0.0": platform.node(), "::": platform.node(), "::1": "[::1]"}.get(host, host)
+        assert re.fullmatch(rf"http://{re.escape(name)}:\d+/\?token=[\w-]{{43}}", address)
+        if not is_here:
+            address = address.replace(name, "127.0.0.1")
         code, page = answer(address)
         assert code == 200
         assert "connect-src &#39;self&#39;" in page or "connect-src 'self'" in page
-        found = json.loads(answer(f"{address}now")[1])
+        found = json.loads(answer(at(address, "now"))[1])
         assert found["version"] >= 1
         assert "<section" in found["html"]
-        assert answer(f"{address}config.yaml")[0] == 404
-        assert answer(f"{address}../config.yaml")[0] == 404
-        assert answer(address, Host="another.example")[0] == 403, "a name that leads here"
+        token = address.rpartition("=")[2]
+        assert token not in page
+        for wrong in ("", token[:-1], f"{token}%C3%A9", token.swapcase()):
+            for path in ("", "now", "config.yaml"):
+                plain = at(address, path).replace(token, wrong)
+                assert answer(plain)[0] == answer(plain.partition("?")[0])[0] == 403
+        assert answer(at(address, "config.yaml"))[0] == 404
+        assert answer(at(address, "../config.yaml"))[0] == 404
+        assert answer(address, Host="another.example")[0] == (403 if is_here else 200)
         assert answer(address, Host="localhost:1")[0] == 200, "an SSH tunnel"
-        port = int(address.rstrip("/").rpartition(":")[2])
-        for host, number in (("127.0.0.1", port), ("127.0.0.1", 70_000), ("no.invalid", 0)):
-            with pytest.raises(UserError, match=rf"^watch: got {host}, port {number} \(.+\); give"):
-                server_of(LivePage(run_folder), host, number)
-        for text in ("GET http://[/ HTTP/1.0", "GET / HTTP/1.0\r\nHost: ["):
-            assert "200" not in trouble(address, f"{text}\r\n\r\n")
-        size = "POST / HTTP/1.0\r\nHost: localhost\r\nX-Page: 1\r\nContent-Length: x"
-        assert "200" not in trouble(address, f"{size}\r\n\r\n")
-    with served(run_folder, "0.0.0.0") as address:
-        assert f"//{platform.node()}:" in address
-        whole = address.replace(platform.node(), "127.0.0.1")
-        assert "?token=" in whole
-        assert answer(whole)[0] == 200
-        assert answer(whole[:-1] + "!")[0] == answer(f"{whole}%C3%A9")[0] == 403
-        assert answer(whole.partition("?")[0])[0] == 403
     assert {path: path.stat().st_mtime_ns for path in run_folder.rglob("*")} == before
     assert capsys.readouterr().err == ""
+
+
+class Ear(ServedPage):
+    """A page that keeps what is typed."""
+
+    def __init__(self):
+        self.words = []
+
+    def take(self, words):
+        self.words.append(words)
+
+
+def test_a_part_of_a_message_is_no_message_and_no_request_waits_for_ever(monkeypatch, capsys):
+    monkeypatch.setattr(pages, "READING_S", 0.2)
+    page = Ear()
+    with server_of(page, "127.0.0.1", 0) as server:
+        serving = threading.Thread(target=server.serve_forever, args=(0.05,))
+        serving.start()
+        ask = partial(trouble, server.address)
+        head = "POST TOKEN HTTP/1.0\r\nHost: localhost\r\nX-Page: 1\r\n"
+        assert "200" in ask(f"{head}Content-Length: 5\r\n\r\nwhole")
+        assert "200" in ask(f"{head}Content-Length: 0\r\n\r\n"), "an empty line"
+        for part in ("Content-Length: 5\r\n\r\nhalf", "", "Content-Length: x\r\n\r\n", "Content-L"):
+            assert "200" not in ask(head + part)
+        for text in ("GET http://[/ HTTP/1.0", "GET TOKEN HTTP/1.0\r\nHost: ["):
+            assert "200" not in ask(f"{text}\r\n\r\n")
+        for text in ("", "GET TOKEN", head, f"{head}Content-Length: 5\r\n\r\nhalf"):
+            assert "200" not in ask(text, ends=False)
+        server.shutdown()
+        serving.join()
+    assert page.words == ["whole", ""]
+    assert capsys.readouterr().err == ""
+
+
+def test_a_page_that_cannot_be_served_is_one_line(run_folder):
+    with served(run_folder) as address:
+        port = port_of(address)
+        wanted = [("127.0.0.1", port), ("127.0.0.1", 70_000), ("no.invalid", 0), ("a..b", 0)]
+        for host, number in wanted:
+            with pytest.raises(UserError, match=rf"^watch: got {host}, port {number} \(.+\); give"):
+                server_of(LivePage(run_folder), host, number)
     with pytest.raises(UserError, match="holds no run, or the run has not begun"):
         LivePage(run_folder.parent)
+
+
+@pytest.mark.parametrize(("mode", "is_private"), [(0o600, True), (0o640, False), (0o604, False)])
+def test_a_token_never_stands_in_a_file_that_others_may_read(tmp_path, mode, is_private):
+    log = tmp_path / "slurm-1.out"
+    whole = "http://127.0.0.1:8765/?token=abc"
+    before = os.dup(1)
+    with log.open("w") as stdout:
+        log.chmod(mode)
+        os.dup2(stdout.fileno(), 1)
+        try:
+            words = pages.address_in_words(whole, tmp_path)
+        finally:
+            os.dup2(before, 1)
+            os.close(before)
+    if is_private:
+        assert words == whole
+        return
+    kept = tmp_path / ".page-address"
+    assert words == f"http://127.0.0.1:8765/ (whole, with its token, in {kept})"
+    assert kept.read_text() == f"{whole}\n"
+    assert kept.stat().st_mode & 0o777 == 0o600
 
 
 def test_a_run_serves_its_page_as_long_as_it_lasts(run_folder, capfd):
@@ -201,7 +283,7 @@ def test_a_run_serves_its_page_as_long_as_it_lasts(run_folder, capfd):
     ("age_s", "more", "is_whole", "expected"),
     [
         (0, {}, False, "running: telecom, step 30 of 40, about 20 s left in GRPO's steps"),
-        (60, {}, False, "killed: telecom, step 30 of 40"),
+        (60, {}, False, "silent: telecom, step 30 of 40"),
         (60, {"is_over": True}, True, "finished: telecom, step 30 of 40"),
         (60, {"is_over": True}, False, "finished: telecom, step 30 of 40"),
         (0, {"is_over": True, "why": "OSError: x"}, False, "ended (OSError: x): telecom, step 30"),
@@ -219,6 +301,35 @@ def test_status_says_where_a_run_is(run_folder, capsys, age_s, more, is_whole, e
     assert max(map(len, lines)) <= 80
     assert len(lines) <= 24
     assert any("sample" in line for line in lines) == expected.startswith("running")
+
+
+def test_a_run_is_stopped_killed_or_silent_as_its_process_is(run_folder):
+    process = subprocess.Popen(["sleep", "600"])
+    ranks = [{"rank": 0, "host": platform.node(), "pid": process.pid, "phase": "sample"}]
+    ranks[0] |= {"waits_for": "", "idle_s": 1.0}
+    (run_folder / "results.json").unlink()
+
+    def state(age_s=20.0):
+        posted = {"time": time.time() - age_s, "is_over": False, "why": "", "ranks": ranks}
+        (run_folder / RANKS).write_text(json.dumps(posted))
+        return status.status_of(load_run(run_folder))["state"]
+
+    try:
+        assert state() == "killed", "a process that is younger than the file is another one"
+        process.send_signal(signal.SIGSTOP)
+        os.waitpid(process.pid, os.WUNTRACED)
+        assert state(-20.0) == "stopped"
+        process.send_signal(signal.SIGCONT)
+        os.waitpid(process.pid, os.WCONTINUED)
+        assert state(-20.0) == "silent"
+    finally:
+        process.kill()
+    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+    assert state(-20.0) == "killed", "its parent has not yet read how it ended"
+    process.wait()
+    assert state(-20.0) == "killed"
+    ranks[0]["host"] = "another"
+    assert state() == "silent"
 
 
 def test_status_of_several_runs_and_as_json(run_folder, capsys):
@@ -278,7 +389,6 @@ def test_a_tab_of_another_run_or_of_a_folder_that_begins_again_shows_what_is_the
     other = make_run(tmp_path / "other", THREE)
     write_episodes(other, 5)
     with served(run_folder) as address:
-        port = int(address.rstrip("/").rpartition(":")[2])
         page = Page(browser, address)
         shutil.rmtree(run_folder / "trajectories")
         with (run_folder / METRICS).open("a") as file:
@@ -290,8 +400,12 @@ def test_a_tab_of_another_run_or_of_a_folder_that_begins_again_shows_what_is_the
         assert page.shows("airline", 7, "airline", "task-7")
         assert page.texts("h1") == ["a <b>run"]
         assert page.texts("#live") == [""]
-    with served(other, port=port):
-        page.wait(lambda: page.texts("h1") == ["other"])
+        port = port_of(address)
+    with served(other, port=port) as address:
+        page.wait(lambda: "began anew with another address" in page.texts("#live")[0])
+        assert page.texts("h1") == ["a <b>run"], "the old token shows no other run"
+        page = Page(browser, address)
+        assert page.texts("h1") == ["other"]
         assert page.shows("airline", 5, "airline", "task-5")
 
 
@@ -311,3 +425,163 @@ def test_status_wraps_long_lines_and_refuses_what_no_run_has_written(run_folder,
     (tmp_path / "empty").mkdir()
     with pytest.raises(UserError, match="holds no run"):
         status.main([str(tmp_path / "empty")])
+
+
+BOMB = "a: &a [x, x]\n" + "".join(
+    f"{name}: &{name} [{', '.join([f'*{before}'] * 9)}]\n"
+    for before, name in zip("abcdefghijklmnop", "bcdefghijklmnopq", strict=True)
+)
+MERGES = "a: &a {x: 1}\n" + "".join(
+    f"{name}: &{name} {{<<: [{', '.join([f'*{before}'] * 9)}]}}\n"
+    for before, name in zip("abcdefghijklmnop", "bcdefghijklmnopq", strict=True)
+)
+TRANSCRIPT = "trajectories/airline/step-000001.rank-0.jsonl.gz"
+WHOLE = '{"domain": "a", "task_id": "t", "family": "", "branch": "", "trial": 0, "reward": 1.0, '
+WHOLE += '"stop_reason": "completed", "messages": '
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("config.yaml", "recipe: x\ndata: *a\n"),
+        ("config.yaml", f"{BOMB}recipe: *q\ndata: {{}}\ngrpo: {{}}\nrun: {{}}\n"),
+        ("config.yaml", f"{MERGES}recipe: x\ndata: {{}}\ngrpo: {{}}\nrun: {{<<: *q}}\n"),
+        ("config.yaml", "recipe: x\ndata: 3\ngrpo: []\nrun:\n"),
+        ("config.yaml", "[" * 5_000),
+        ("config.yaml", "\x00\x01"),
+        ("metrics.jsonl", '{"step": 1, "stage": "airline"}\n'),
+        ("metrics.jsonl", '{"kind": "train", "stage": "airline"}\n'),
+        ("metrics.jsonl", '{"kind": "train", "step": "1", "stage": "airline"}\n'),
+        ("metrics.jsonl", '{"kind": "train", "step": 1, "stage": ["airline"]}\n'),
+        ("metrics.jsonl", '{"kind": "train", "step": 1}\n'),
+        (
+            "metrics.jsonl",
+            '{"kind": "train", "step": 1, "stage": "airline", "reward/airline": []}\n',
+        ),
+        ("metrics.jsonl", f'{{"kind": {"[" * 9_999}\n\n'),
+        ("timings.jsonl", '{"kind": "train", "step": 1, "stage": "airline", "perf/step_s": "x"}\n'),
+        ("curriculum.json", '{"stages": [{}], "replay": 0, "preview": 0}'),
+        ("curriculum.json", '{"stages": 3, "replay": 0, "preview": 0}'),
+        ("curriculum.json", "[1]"),
+        ("results.json", '{"evaluations": [{}]}'),
+        ("results.json", '{"evaluations": 3}'),
+        ("results.json", '{"evaluations": [{"after": "start", "step": 0, "success": {"a": {}}}]}'),
+        ("results.json", "[" * 99_999),
+    ],
+    ids=lambda text: text[:40],
+)
+def test_files_that_no_run_has_written_are_one_line(run_folder, capsys, name, text):
+    with served(run_folder) as address:
+        (run_folder / name).write_text(text)
+        for arguments in (["status"], ["report"], ["watch", "--port", "0"]):
+            assert command([*arguments, str(run_folder)]) == 2
+            out, err = capsys.readouterr()
+            assert out == ""
+            assert err.startswith("error: ")
+            assert err.count("\n") == 1
+            assert str(run_folder) in err
+            assert "restore it" in err or "restore the file" in err
+        said = ""
+        while "The page is not renewed now: " not in said:
+            said = json.loads(answer(at(address, "now"))[1])["html"]
+        assert answer(address)[0] == 200
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["[]", "3", "{}", "[" * 9_999, f'{WHOLE}3, "ids": []}}', f"{WHOLE}[3]}}", f'{WHOLE}[{{"x": 1'],
+    ids=lambda text: text[:20],
+)
+def test_transcripts_that_no_run_has_written_are_one_line(run_folder, capsys, text):
+    with gzip.open(run_folder / TRANSCRIPT, "wt") as file:
+        file.write(f"{text}\n")
+    assert status.main([str(run_folder)]) == 0
+    capsys.readouterr()
+    for arguments in (["report"], ["watch", "--port", "0"]):
+        assert command([*arguments, str(run_folder)]) == 2
+        err = capsys.readouterr().err
+        assert err.startswith("error: ")
+        assert err.count("\n") == 1
+        assert "is not what a run writes" in err
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("", "[1]", "{", "3", "[" * 99_999, '{"time": "x"}', '{"ranks": null}', '{"ranks": [{}]}'),
+        '{"ranks": [[]], "time": 1e999}',
+        '{"time": 1e300, "is_over": [], "why": {}}',
+    ],
+    ids=lambda text: text[:40],
+)
+def test_a_foreign_ranks_file_is_as_none(run_folder, capsys, text):
+    (run_folder / "results.json").unlink()
+    (run_folder / RANKS).write_text(text)
+    assert status.main([str(run_folder)]) == 0
+    assert capsys.readouterr().out.startswith("a <b>run: killed: telecom, step 30 of 30")
+    with served(run_folder) as address:
+        assert "killed: telecom" in json.loads(answer(at(address, "now"))[1])["html"]
+
+
+def test_a_pipe_in_place_of_a_file_is_not_waited_for(run_folder, capsys):
+    for name in (RANKS, WARNINGS, "timings.jsonl"):
+        (run_folder / name).unlink(missing_ok=True)
+        os.mkfifo(run_folder / name)
+    assert status.main([str(run_folder)]) == 0
+    (run_folder / TRANSCRIPT).unlink()
+    os.mkfifo(run_folder / TRANSCRIPT)
+    assert command(["report", str(run_folder)]) == 2
+    assert "is no regular file" in capsys.readouterr().err
+
+
+def test_json_of_status_has_no_number_that_json_lacks(run_folder, capsys):
+    with (run_folder / METRICS).open("a") as file:
+        line = {"kind": "train", "stage": "telecom", "step": 31, "reward/airline": float("nan")}
+        file.write(f"{json.dumps(line)}\n")
+    assert status.main(["--json", str(run_folder)]) == 0
+    found = parse_json(capsys.readouterr().out)
+    assert found["reward"] == {"airline": None, "retail": 0.71, "telecom": 0.755}
+
+
+@pytest.mark.parametrize("name", ["watch", "status", "report"])
+@pytest.mark.parametrize("flags", [["--prot", "1"], ["--port=x"], []], ids=str)
+def test_a_wrong_flag_is_one_line(run_folder, capsys, name, flags):
+    assert command([name, *([str(run_folder)] if flags else []), *flags]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("error: ")
+    assert err.endswith("--help shows what each flag takes\n")
+    assert err.count("\n") == 1
+
+
+def test_a_page_is_new_when_it_is_opened_and_names_the_step_of_its_pictures(run_folder):
+    page = LivePage(run_folder)
+    assert "Drawn at step 30" not in page.html
+    page._next_picture = 0
+    page.get("/now", {})
+    page.renew()
+    assert "Drawn at step 30" in page.get("/", {})[2]
+    with (run_folder / METRICS).open("a") as file:
+        file.write('{"kind": "train", "stage": "telecom", "step": 31, "reward/airline": 0.5}\n')
+    html = page.get("/", {})[2]
+    assert "step 31 of 30" in html
+    assert "Drawn at step 30" in html
+
+
+def test_no_step_is_shown_before_the_first_one(run_folder, capsys):
+    for name in (METRICS, TIMINGS):
+        (run_folder / name).write_text("")
+    post_ranks(run_folder, ["warm start step 12 of 150"])
+    assert status.main([str(run_folder)]) == 0
+    first = capsys.readouterr().out.splitlines()[0]
+    assert first == "a <b>run: running: warm start step 12 of 150"
+
+
+def test_the_page_of_a_run_offers_its_newest_steps_and_when_it_has_ended_all(run_folder):
+    for step in range(2, 8):
+        write_episodes(run_folder, step)
+    page = LivePage(run_folder)
+    assert "8 of 8 episodes, from 4 of 7 steps and evaluations: whole groups" in page.html
+    post_ranks(run_folder, is_over=True)
+    assert "<p>14 of 14 episodes. The trials" in page.get("/", {})[2], "no other file has changed"

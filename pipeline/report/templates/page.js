@@ -389,7 +389,7 @@ class Live {
       this.version = version;
       byId("live").textContent = "";
     } catch {
-      byId("live").textContent = "The page's server does not answer; what is shown is old.";
+      byId("live").textContent = "The page's server does not answer, or began anew with another address; what is shown is old.";
     }
     setTimeout(() => this.ask(), 2000);
   }
@@ -401,7 +401,6 @@ class Live {
   // All but the reader, which keeps what was chosen.
   async renew() {
     const page = this.parsed(await (await fetch(`./${location.search}`)).text());
-    if (page.title !== document.title) return location.reload(); // the server of another run
     const episodes = page.getElementById("episodes");
     const kept = byId("episodes");
     if (kept && episodes) {
