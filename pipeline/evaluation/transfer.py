@@ -255,7 +255,7 @@ def summary(results: Sequence[Results], over_seeds: bool = True) -> dict[str, An
     rewards = {}
     matrices = {kind: _matrix(runs, kind) for kind in ("domains", "families", "tools")}
     of_domains = matrices["domains"]
-    areas = _areas(runs)
+    areas, sizes = _areas(runs)
     for domain in of_domains.names:
         means, graded = runs.by_task(
             domain, lambda of, t: (fmean(of["tasks"][t]), is_graded(of["tasks"][t]))
@@ -264,14 +264,18 @@ def summary(results: Sequence[Results], over_seeds: bool = True) -> dict[str, An
             samples = resampled(means, np.ones_like(means), domain, over_seeds)
             rewards[domain] = [*map(estimate, samples.T)]
     area = {"area_under_curve": mean(areas.values())}
+    rates = {
+        "average_accuracy": sum(of_domains.num_tasks),
+        "area_under_curve": sum(sizes.values()),
+    }
     return {
         "points": of_domains.points,
         "num_seeds": len(results),
         "episodes": of_domains.num_episodes,
-        "metrics": _estimates({**of_domains.numbers(), **area}),
+        "metrics": _estimates({**of_domains.numbers(), **area}, rates),
         **{kind: _of_columns(matrix) for kind, matrix in matrices.items()},
         "stages": _of_stages(runs, of_domains),
-        "area_under_curve": _estimates(areas),
+        "area_under_curve": _estimates(areas, sizes),
         "passes": {domain: _passes(runs, domain) for domain in of_domains.names},
         "rewards": rewards,
     }
@@ -288,17 +292,22 @@ def _of_columns(matrix: Matrix) -> dict[str, Any]:
         "matrix": [[*map(_cell, row, num_tasks)] for row in rows],
         "effects": [[*map(estimate, row)] for row in steps],
         **{
-            metric: _estimates({names[c]: of for c, of in found.items()})
+            metric: _estimates({names[c]: of for c, of in found.items()}, {})
             for metric, found in column_metrics(samples, own).items()
         },
     }
 
 
-def _estimates(samples: Mapping[str, Floats | None]) -> dict[str, Number]:
-    return {name: number for name, of in samples.items() if (number := estimate(of)) is not None}
+def _estimates(samples: Mapping[str, Floats | None], rates: Mapping[str, int]) -> dict[str, Number]:
+    """Return estimates by name; `rates` has the number of tasks of those that are success rates."""
+    numbers = {
+        name: _cell(of, rates[name]) if name in rates else estimate(of)
+        for name, of in samples.items()
+    }
+    return {name: number for name, number in numbers.items() if number is not None}
 
 
-def _cell(samples: Floats, num_tasks: int) -> Number | None:
+def _cell(samples: Floats | None, num_tasks: int) -> Number | None:
     """Return an estimate; if all samples are 0 or all samples are 1, the interval is Wilson's."""
     number = estimate(samples)
     if number is None or number[0] not in (0, 1) or number[1] is None or number[1] != number[2]:
@@ -420,8 +429,10 @@ def threshold_of(runs: Sequence[Results]) -> float:
     return first
 
 
-def _areas(runs: Runs) -> dict[str, Floats]:
+def _areas(runs: Runs) -> tuple[dict[str, Floats], dict[str, int]]:
+    """Return the area under each domain's curve of validations, and the number of its tasks."""
     areas = {}
+    sizes = {}
     validations = [{v["step"]: v["success"] for v in of.get("validations", [])} for of in runs.runs]
     for domain in dict.fromkeys(d for run in validations for of in run.values() for d in of):
         steps_of_runs = [{step for step, of in run.items() if domain in of} for run in validations]
@@ -435,7 +446,8 @@ def _areas(runs: Runs) -> dict[str, Floats]:
         solved = succeeded(of_tasks, runs.threshold).astype(np.float64)
         curve = resampled(solved, np.ones_like(solved), f"validation {domain}")
         areas[domain] = area_under_curve(curve, steps)
-    return areas
+        sizes[domain] = len(tasks)
+    return areas, sizes
 
 
 def _passes(runs: Runs, domain: str) -> dict[str, list[Number | None]]:
@@ -462,7 +474,7 @@ def differences(
     """
     Runs([*runs, *others])  # raises UserError
     mine, theirs = (_matrix(Runs(of, over_seeds), "domains").numbers() for of in (runs, others))
-    return _estimates({name: mine[name] - theirs[name] for name in mine if name in theirs})
+    return _estimates({name: mine[name] - theirs[name] for name in mine if name in theirs}, {})
 
 
 def worse(results: Mapping[str, Any]) -> dict[str, Any]:

@@ -310,6 +310,25 @@ def test_a_cell_where_all_tasks_came_out_alike_has_wilsons_interval():
     assert matrix[2][0][1] < 0.5 < matrix[2][0][2]
 
 
+@pytest.mark.parametrize("solved", [0.0, 1.0])
+def test_one_rate_has_one_interval_wherever_it_stands(solved):
+    run = results()
+    for entry in run["evaluations"]:
+        for of in entry["success"].values():
+            of["tasks"] = {task: [solved for _ in rewards] for task, rewards in of["tasks"].items()}
+            of["greedy"] = solved
+    for entry in run["validations"]:
+        for of in entry["success"].values():
+            of.update(dict.fromkeys(of, solved))
+    found = summary([run])
+    metrics = found["metrics"]
+    assert metrics["average_accuracy"] == rate(run["evaluations"][-1], "mean", "mean", 1.0)
+    areas = [metrics["area_under_curve"], *found["area_under_curve"].values()]
+    for value, low, high in [metrics["average_accuracy"], *areas]:
+        assert value == solved
+        assert low < high
+
+
 def test_a_rate_of_any_evaluation_has_the_intervals_of_the_matrix():
     run = results()
     found = summary([run])
