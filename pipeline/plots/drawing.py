@@ -86,10 +86,10 @@ def tidy(axes: Axes, grid: Any = "y") -> None:
 
 
 def _mark_stages(axes: Axes, run: RunData, with_names: bool) -> None:
-    last = max((stage["first_step"] + stage["num_steps"] for stage in run.stages), default=1)
+    last = run.train[-1]["step"] + 0.5 if run.train else 1.0  # a stage may go on
     for stage in run.stages:
         first = stage["first_step"] + 0.5
-        end = first + stage["num_steps"]
+        end = min(first + stage["num_steps"], last)
         if stage["first_step"]:
             axes.axvline(first, color="black", linewidth=1)
         room = int((end - first) / last * 50)  # about how many characters the stage has room for

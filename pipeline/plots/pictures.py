@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import chain, cycle, repeat
+from itertools import chain, cycle, pairwise, repeat
 from statistics import fmean
 from textwrap import fill
 from typing import Any, NamedTuple
@@ -36,6 +36,12 @@ KL: dict[str, Any] = {"marker": "v", "markersize": 4, "linewidth": 1, "linestyle
 BASELINE: Handle = ("best baseline (a fixed policy)", {"linestyle": ":", "linewidth": 1})
 SQUARE: dict[str, Any] = {"marker": "s", "markersize": 9, "linestyle": "none"}
 STOP = "rollout/stop/"
+OPTIMIZED = {  # metric of an update -> label
+    "train/grad_norm": "gradient\nnorm",
+    "train/entropy": "entropy,\nnats",
+    "train/kl": "KL to the\nreference",
+    "train/clip_ratio": "clip ratio",
+}
 
 Records = Sequence[Mapping[str, Any]]
 Values = np.ndarray[Any, Any]  # a number for each step
@@ -85,9 +91,10 @@ def learning_curves(run: RunData) -> Figure:
     panels[-1].set_xlim(-0.03 * last, 1.03 * last)
     figure.supylabel("mean reward, success rate", fontsize="medium")
     kl = "KL per token (nats) from the\npolicy when it was learned"
+    words = smoothing([run])
     handles: list[tuple[Any, str, dict[str, Any]]] = [
         (run.train, "training reward of a step", STEP),
-        (run.train, f"mean of {SMOOTHED_OVER} steps", SMOOTHED),
+        (words, words, SMOOTHED),
         (run.validation, "validation, sampled, 95 % interval", VALIDATION),
         (True, f"{run.results.get('split', 'test')}, sampled, 95 % interval", HELD_OUT),
         (any(divergences.values()), kl, KL),
@@ -101,15 +108,11 @@ def _draw_success(axes: Axes, run: RunData, domain: str, colour: str) -> None:
     axes.set_ylim(-0.03, 1.03)
     axes.set_ylabel(domain, color=colour, fontweight="bold")
     rewards = axes
-    if run.is_graded(domain):  # graded rewards get a second y axis
+    if run.leaves_rates(domain):  # other rewards get a second y axis
         rewards = axes.twinx()
         rewards.set_ylabel("mean reward", color=colour, fontsize="small")
         rewards.spines[["top"]].set_visible(False)
-    for stage in run.stages:
-        if points := _points(run.of_stage(stage), f"reward/{domain}"):
-            steps, raw = zip(*points, strict=True)
-            rewards.plot(steps, raw, color=colour, **STEP)
-            rewards.plot(steps, smooth(raw), color=colour, **SMOOTHED)
+    _draw_smoothed(rewards, run, f"reward/{domain}", colour)
     draw_baseline(rewards, run, domain, colour)
     intervals = {v["step"]: _validated(run, v, domain) for v in run.results.get("validations", [])}
     ends = {evaluation["step"] for evaluation in run.evaluations}
@@ -122,6 +125,31 @@ def _draw_success(axes: Axes, run: RunData, domain: str, colour: str) -> None:
             draw_rate(axes, evaluation["step"], number, color=colour, zorder=5, **HELD_OUT)
 
 
+def _draw_smoothed(axes: Axes, run: RunData, key: str, colour: str) -> None:
+    for stage in run.stages:
+        if points := _points(run.of_stage(stage), key):
+            steps, raw = zip(*points, strict=True)
+            axes.plot(steps, raw, color=colour, **STEP)
+            axes.plot(steps, smooth(raw), color=colour, **SMOOTHED)
+
+
+def optimization(run: RunData) -> Figure | None:
+    """Draw what the updates do: a panel for each metric of OPTIMIZED that the run has."""
+    found = {key: words for key, words in OPTIMIZED.items() if _points(run.train, key)}
+    if not found:
+        return None
+    heights = [1] * len(found)
+    figure, panels = drawing.panels_over_steps(run, "updates", heights, 0.9 * len(found) + 1.1)
+    for axes, (key, words), colour in zip(panels, found.items(), COLOURS, strict=False):
+        _draw_smoothed(axes, run, key, colour)
+        axes.set_ylim(bottom=0)
+        axes.set_ylabel(words, fontsize="small")
+        axes.locator_params(axis="y", nbins=4)
+    handles = [("of a step", STEP), (smoothing([run]), SMOOTHED)]
+    drawing.legend(figure, [handle for handle in handles if handle[0]])
+    return figure
+
+
 def _validated(run: RunData, validation: Mapping[str, Any], domain: str) -> Number | None:
     """Return the rate of a validation, which has one sampled trial of each task."""
     tasks = sorted(validation["success"].get(domain, {}).items())
@@ -131,6 +159,14 @@ def _validated(run: RunData, validation: Mapping[str, Any], domain: str) -> Numb
 
 def _points(records: Iterable[Mapping[str, Any]], key: str) -> list[tuple[int, float]]:
     return [(record["step"], record[key]) for record in records if record.get(key) is not None]
+
+
+def smoothing(runs: Iterable[RunData]) -> str:
+    """Return what a point of `smooth` is the mean of, or "" if it is one step's."""
+    stages = [run.of_stage(stage) for run in runs for stage in run.stages]
+    count = min(SMOOTHED_OVER, max(map(len, stages), default=0))
+    is_thinned = any(b["step"] > a["step"] + 1 for of in stages for a, b in pairwise(of))
+    return f"mean of {count} {'drawn ' * is_thinned}steps" if count > 1 else ""
 
 
 def smooth(values: Sequence[float]) -> list[float]:
@@ -400,8 +436,8 @@ def curves(configurations: Sequence[Configuration]) -> Figure:
     grid = figure.subplots(len(domains), 2, sharex=True, squeeze=False)
     for (left, right), domain in zip(grid, domains, strict=True):
         left.set_ylabel(domain, fontweight="bold")
-        is_graded = any(run.is_graded(domain) for c in configurations for run in c.runs)
-        for axes in (right,) if is_graded else (left, right):
+        is_other = any(run.leaves_rates(domain) for c in configurations for run in c.runs)
+        for axes in (right,) if is_other else (left, right):
             axes.set_ylim(-0.03, 1.03)
         for configuration, name, (colour, marker, size) in styled:
             style = {"color": colour, "linewidth": 1.2, "clip_on": False}
@@ -418,7 +454,8 @@ def curves(configurations: Sequence[Configuration]) -> Figure:
                 right.plot(*zip(*ends, strict=True), label=name, **style, **edge)
         drawing.tidy(left)
         drawing.tidy(right)
-    grid[0, 0].set_title(f"training reward, mean of {SMOOTHED_OVER} steps", fontsize="small")
+    words = smoothing(run for c in configurations for run in c.runs)
+    grid[0, 0].set_title(f"training reward, {words}", fontsize="small")
     grid[0, 1].set_title("held-out success, sampled", fontsize="small")
     for axes in grid[-1]:
         axes.set_xlabel("optimizer step")
@@ -474,6 +511,7 @@ def pareto(configurations: Sequence[Configuration]) -> Figure:
 
 OF_RUN: dict[str, Callable[[RunData], Figure | None]] = {
     "learning_curves": learning_curves,
+    "optimization": optimization,
     "stage_performance": stage_performance,
     "accuracy_matrix": accuracy_matrix,
     "transfer": transfer,

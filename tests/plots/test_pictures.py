@@ -4,14 +4,24 @@ import json
 import os
 import subprocess
 import sys
+import warnings
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy
 import pytest
 from PIL import Image
 
 from pipeline.plots import drawing
-from pipeline.plots.pictures import OF_RUN, smooth, zero_std_groups
+from pipeline.plots.pictures import (
+    OF_RUN,
+    learning_curves,
+    optimization,
+    smooth,
+    zero_std_groups,
+)
 from pipeline.tracking.run_files import load_run
 from tests.support.report_runs import (  # noqa: F401
     THREE,
@@ -97,3 +107,88 @@ def test_pictures_are_drawn_whatever_backend_a_notebook_has_named(tmp_path: Path
         [sys.executable, "-c", code], env=environ, capture_output=True, text=True, check=False
     )
     assert (done.returncode, done.stdout) == (0, "drawn\n"), done.stderr
+
+
+def with_metrics(folder: Path, change: Callable[[dict[str, Any]], dict[str, Any] | None]) -> None:
+    """Change each line of the metrics of training, or leave it out."""
+    path = folder / "metrics.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    changed = [change(line) if line["kind"] == "train" else line for line in lines]
+    path.write_text("".join(f"{json.dumps(line)}\n" for line in changed if line))
+
+
+def test_small_rewards_stand_beside_success_rates_on_one_axis(tmp_path):
+    folder = make_run(tmp_path / "run", ("mixed",))
+    with_metrics(folder, lambda line: line | {"reward/airline": 0.19})
+    results = json.loads((folder / "results.json").read_text())
+    for entry in results["evaluations"]:  # graded: neither 0 nor 1
+        tasks = entry["success"]["airline"]["tasks"]
+        entry["success"]["airline"]["tasks"] = {task: [0.19, 1.0] for task in tasks}
+    (folder / "results.json").write_text(json.dumps(results))
+    axes = learning_curves(load_run(folder)).axes
+    airline = [of for of in axes if of.get_ylabel() == "airline"]
+    assert [of.get_ylim() for of in airline] == [(-0.03, 1.03)]
+    assert not [of for of in axes if of.get_ylabel() == "mean reward"]
+    assert [0.19] * 10 in [[*line.get_ydata()] for line in airline[0].get_lines()]
+    with_metrics(folder, lambda line: line | {"reward/airline": 1.5})
+    labels = [of.get_ylabel() for of in learning_curves(load_run(folder)).axes]
+    assert labels.count("mean reward") == 1
+
+
+@pytest.mark.parametrize(
+    ("num_steps", "every", "words"),
+    [
+        (1, 1, None),
+        (4, 1, "mean of 4 steps"),
+        (10, 1, "mean of 9 steps"),
+        (10, 3, "mean of 4 drawn steps"),
+    ],
+)
+def test_a_mean_is_said_to_be_of_the_steps_that_it_is_of(tmp_path, num_steps, every, words):
+    folder = make_run(tmp_path / "run", ("mixed",))
+    with_metrics(folder, lambda line: line if line["step"] <= num_steps else None)
+    run = load_run(folder)
+    run = replace(run, train=run.train[::every])
+    (legend,) = learning_curves(run).legends
+    means = [text.get_text() for text in legend.get_texts() if "mean of" in text.get_text()]
+    assert means == ([words] if words else [])
+
+
+def test_each_metric_of_the_updates_has_a_panel_even_if_it_is_0(tmp_path):
+    folder = make_run(tmp_path / "run", ("mixed",))
+    assert optimization(load_run(folder)) is None, "a run of an earlier version"
+    found = {"train/grad_norm": 0.5, "train/entropy": 1.25, "train/clip_ratio": 0.0}
+    with_metrics(folder, lambda line: line | found)
+    panels = optimization(load_run(folder)).axes
+    assert [of.get_ylabel() for of in panels] == ["gradient\nnorm", "entropy,\nnats", "clip ratio"]
+    assert [[*of.get_lines()[0].get_ydata()] for of in panels] == [
+        [0.5] * 10,
+        [1.25] * 10,
+        [0.0] * 10,
+    ]
+    with_metrics(folder, lambda line: line | {"train/kl": 0.01, "train/grad_norm": None})
+    labels = [of.get_ylabel() for of in optimization(load_run(folder)).axes]
+    assert labels == ["entropy,\nnats", "KL to the\nreference", "clip ratio"]
+    draw(folder, "optimization")
+    assert_is_a_whole_picture(folder / "optimization.png")
+
+
+@pytest.mark.parametrize("num_steps", [0, 1, 2, 11])
+def test_pictures_of_a_run_that_goes_on_are_drawn_without_a_warning(tmp_path, num_steps):
+    folder = make_run(tmp_path / "run", THREE)
+    with_metrics(folder, lambda line: line if line["step"] <= num_steps else None)
+    run = load_run(folder)
+    first = [*run.results["evaluations"][: 1 + num_steps // 10]]
+    run = replace(
+        run,
+        results={**run.results, "evaluations": first, "validations": []},
+        validation=[],
+        timings=run.timings[:num_steps],
+        transfer={},
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        figures = drawing.draw(OF_RUN, run)
+        assert "learning_curves" in figures
+        for name, figure in figures.items():
+            drawing.inline_svg(figure, name)
