@@ -37,7 +37,7 @@ from pipeline.report.server import (
 from pipeline.report.status import Status, status_of, variables_of, with_ranks
 from pipeline.report.tables import data_of
 from pipeline.report.write import TEMPLATES, filled, page_of, render, sections_of, svgs_of
-from pipeline.tracking.run_files import load_run, reading, transcripts_in
+from pipeline.tracking.run_files import RunData, load_run, reading, transcripts_in
 
 NEWEST = 4  # steps and evaluations whose episodes the page has
 MOST_STEPS = 100  # of a run that does not go on
@@ -106,14 +106,14 @@ class LivePage(Page):
         trouble = "; ".join([*self._trouble.values()])
         return sections_of(printable(render("now.md.jinja", trouble=trouble, **found)))
 
-    def _write(self) -> None:
-        """Make the texts of the page again if files have changed."""
+    def _write(self, drawn: RunData | None = None) -> None:
+        """Make the texts of the page again if files have changed, or if pictures were drawn."""
         with self._lock, reading(self._folder):
             seen = self._seen()
-            is_new = seen != self._made_of
+            is_new = drawn or seen != self._made_of
             if not is_new and with_ranks(self._status)["state"] == self._status["state"]:
                 return
-            run = load_run(self._folder)
+            run = drawn or load_run(self._folder)
             status = status_of(run)
             data = data_of(run, live=True)
             text = render("run.md.jinja", drawn=self._svgs, drawn_steps=self._drawn, **data)
@@ -147,10 +147,9 @@ class LivePage(Page):
             thinned = replace(run, train=run.train[::every], timings=run.timings[::every])
             self._svgs = svgs_of(drawing.draw(pictures.OF_RUN, thinned))
         last = run.train[-1]["step"] if run.train else 0
-        self._drawn = f"Drawn at step {last}{f', one step of {every}' * (every > 1)}"
+        self._drawn = f"Drawn at step {last}{f', one step of {every}' * (every > 1)}."
         self._next_picture = time.monotonic() + 10 * (time.monotonic() - begun)
-        self._made_of = None
-        self._write()
+        self._write(run)
 
     def _seen(self) -> Seen:
         found = [self._folder / name for name in FILES]
