@@ -222,7 +222,7 @@ def episodes_in(path: Path) -> Iterator[dict[str, Any]]:
     for line in whole_lines(path):
         try:
             episode = json.loads(line)
-            is_episode = {*FIELDS[:-1], "branch", "messages"} <= episode.keys()
+            is_episode = {"domain", "task_id", "trial"} <= episode.keys()
         except (ValueError, AttributeError, RecursionError):
             is_episode = False
         if not is_episode:

@@ -112,6 +112,7 @@ def test_a_seed_counts_once(tmp_path, capsys, kind):
     else:
         shutil.copytree(first, again)
     if kind == "a resumed copy":
+        shutil.rmtree(again)
         resumed = {"output_dir": str(again), "resume_from_checkpoint": "latest", "num_gpus": 2}
         make_run(again, THREE, settings={"run": {"seed": 1, **resumed}})
     assert main([str(tmp_path / "all")]) == 0
@@ -151,7 +152,7 @@ def test_runs_of_different_recipes_have_short_names_and_a_table_of_their_setting
     found = configurations_of(tmp_path)
     labels = [c.label for c in found]
     assert labels[0].startswith("recipe pretrained, model HuggingFaceTB/")
-    assert labels[1].startswith("recipe three_domain_tiny, model tiny, ")
+    assert labels[1].startswith("recipe three_domain_tiny, model tiny")
     assert all(len(label) < 90 and " more" in label for label in labels)
     text = markdown_of(found)
     assert f"## Settings that differ\n\n| setting | {labels[0]} | {labels[1]} |\n" in text

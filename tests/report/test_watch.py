@@ -143,9 +143,14 @@ def test_the_page_follows_a_run_that_goes_on_and_then_is_gone(run_folder, browse
         page.wait(lambda: "3" in page.offered("step"))
         assert page.shows("airline", 1, "airline", "task-1"), "what was chosen stays"
 
+        def version():
+            return json.loads(answer(at(address, "now"))[1])["version"]
+
+        before = version()
         post_ranks(run_folder, age_s=status.STALE_S + 1)
         page.wait(lambda: "finished: telecom" in page.texts("#now")[0])
-        shutil.rmtree(run_folder)
+        page.wait(lambda: version() > before)
+        run_folder.rename(run_folder.with_name("gone"))
         page.wait(lambda: "not renewed now" in page.texts("#now")[0])
         assert page.shows("airline", 1, "airline", "task-1")
         assert page.script("return window.stolen") is None
