@@ -248,10 +248,12 @@ def open_run(
     # The weights, and the state of a checkpoint, which must be of the same run.
     saved_state, model = load_start(config, parts.tokenizer, resumed, accelerator.device)
     origin = saved_state or origin_of_model(config)
-    late = [name for name in origin.get("made_of", {}) if name.startswith(MODULE)]
-    made_of |= hashes_of_modules(config, late)
-    made_of["ends of message"] = hash_of_stops(model, parts.chat)
-    refuse_other_model(model, made_of, ranks)
+    known = [name for name in origin.get("made_of", {}) if name.startswith(MODULE)]
+    found = hashes_of_modules(config, known)
+    read_later = {name: found[name] for name in known if name in found}
+    read_later["ends of message"] = hash_of_stops(model, parts.chat)
+    refuse_other_model(model, read_later, ranks)
+    made_of |= read_later
     enter_ends(model, parts.chat)
     if config.model.use_peft or (resumed is None and config.grpo.beta > 0):
         made_of |= weights_of(model, ranks)  # read again when the run is resumed

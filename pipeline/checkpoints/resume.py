@@ -118,12 +118,12 @@ def open_together(
     return opened, checkpoint if name else None
 
 
-def refuse_other_model(model: Any, made_of: Mapping[str, str], ranks: Ranks) -> None:
+def refuse_other_model(model: Any, read_later: Mapping[str, str], ranks: Ranks) -> None:
     """Raise UserError, on all ranks, if a rank has loaded another model than rank 0.
 
-    `made_of` has what else is read from files after the model, such as modules.
+    `read_later` has the hashes of what `open_together` could not compare yet.
     """
-    facts = {CONFIGURATION: hash_of_configuration(model), **made_of}
+    facts = {CONFIGURATION: hash_of_configuration(model), **read_later}
     hosts = ranks.all_gather_objects(platform.node(), "model")
     if len(set(hosts)) > 1:
         facts["model"] = parameter_hash(model.named_parameters())
