@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from pipeline.chat.fitting import held_clock
 from pipeline.checkpoints import run_folder
 from pipeline.checkpoints.checkpoint import Checkpointer, TrainState
 from pipeline.checkpoints.resume import (
@@ -212,7 +213,11 @@ class Run:
             }
             further: dict[str, Any] = {"best": self.state.best, "about": self.parts.about}
             further |= {"rft": self.state.rft, "start": self.start_report.content}
-            further |= {"agents": self.state.agents, "made_of": self.state.made_of}
+            further |= {
+                "unseen": self.parts.unseen,
+                "agents": self.state.agents,
+                "made_of": self.state.made_of,
+            }
             facts |= {name: of for name, of in further.items() if of}
             facts["reward_parts"] = {n: d.reward_parts for n, d in self.parts.domains.items()}
             facts["num_train_tasks"] = {n: len(tasks) for n, tasks in self.parts.train.items()}
@@ -239,7 +244,7 @@ def open_run(
     """
     # All ranks agree on the folder and on what the run is made of, before anything is written.
     folder = share_folder(config, ranks)
-    parts = check_and_prepare(config)
+    parts = check_and_prepare(config, ranks.all_gather_objects(held_clock(), "clock")[0])
     made_of = dict(parts.made_of)
     opened, resumed = open_together(config, folder, ranks, parts.tokenizer, parts.about, made_of)
     watchdog.can_resume = resumed is not None

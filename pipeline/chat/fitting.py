@@ -1,13 +1,16 @@
 """Fits a tokenizer's chat template to the conversations of a run.
 
 What a model's template lacks is written in front of it, as Jinja that rewrites the messages: a
-system prompt, a block of tools, or the system message of a model that has none. The tokenizer keeps
-the whole template, so that checkpoints, exported folders and servers render what training rendered.
+system prompt, a block of tools, or the system message of a model that has none. For a template that
+reads the clock, the clock stands still. The tokenizer keeps the whole template, so that
+checkpoints, exported folders and servers render what training rendered.
 """
 
 import json
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -23,7 +26,19 @@ SYSTEM_PROMPT = """
 {%- if messages[0].role != 'system' %}
 {%- set messages = [{'role': 'system', 'content': SYSTEM_PROMPT}] + messages %}
 {%- endif %}"""
+# The function with which templates read the clock, as the texts of one time.
+CLOCK = """
+{%- macro strftime_now(format) %}
+{%- set held = CLOCK %}
+{%- for part in format.split('%') %}
+{%- set code = part[: 2 if part.startswith('-') else 1] %}
+{{- part if loop.first else held.get(code, '%' ~ code) ~ part[code | length :] }}
+{%- endfor %}
+{%- endmacro %}"""
+_CLOCK = re.compile("[^\n]*".join(map(re.escape, CLOCK.split("CLOCK"))))
+_CODES = [*"aAbBcCdDeFfgGhHIjklmMpPrRsSTuUVwWxXyYzZ", *(f"-{code}" for code in "dHIjmMSy")]
 # Tools are signatures in the system message, calls are Hermes calls, results are user messages.
+TOOLS_BEGIN = "{%- set made.text = 'You can call these tools:' %}"  # of earlier versions, too
 TOOLS = """
 {%- set made = namespace(messages=[], text='') %}
 {%- if tools %}
@@ -37,7 +52,9 @@ TOOLS = """
 {%- endfor %}
 {%- set made.text = made.text ~ ')' %}
 {%- if tool.function.description %}
-{%- set made.text = made.text ~ ': ' ~ tool.function.description.split('\\n')[0] %}
+{%- set about = tool.function.description.strip().replace('.\\n', '.\\n\\n') %}
+{%- set about = about.split('\\n\\n')[0].split() | join(' ') %}
+{%- set made.text = made.text ~ ': ' ~ about %}
 {%- endif %}
 {%- endfor %}
 {%- set made.text = made.text ~ '\\nTo call a tool, write:\\n<tool_call>\\n{"name": "TOOL", ' %}
@@ -137,21 +154,31 @@ def fit_template(
     chat_template: str | None = None,
     system_prompt: str | None = None,
     tools_as_text: bool = False,
+    clock: str | None = None,
 ) -> list[str]:
     """Set `tokenizer.chat_template` to a template for a run; return notes for the user.
 
     `render` has the arguments of `apply_chat_template`, renders with the tokenizer's present
     template, and raises UserError if the template raises. `chat_template` replaces the tokenizer's
-    own. `tools_as_text` writes tools as text even if the template renders tools. Raises UserError
-    for an unknown name of a template.
+    own. `tools_as_text` writes tools as text even if the template renders tools. `clock`, from
+    `held_clock`, is what the template reads instead of the clock (default: the clock of an earlier
+    fit, else the present time). Raises UserError for an unknown name of a template.
     """
     notes: list[str] = []
     before, template = _template_of(tokenizer, chat_template, needs, notes)
+    held = clock_of(before) or clock or held_clock()
     if system_prompt is not None:
         before = SYSTEM_PROMPT.replace(
             "SYSTEM_PROMPT", json.dumps(system_prompt, ensure_ascii=False)
         )
         notes.append("the system prompt stands before prompts that have none of their own")
+
+    if "strftime_now" in template:
+        before = held + before.replace(held, "")
+        notes.append(
+            "the chat template reads the clock, which stands still from the start of the run on, "
+            "in resumed runs, checkpoints and exported models, too"
+        )
 
     def fits(*probes: Probe) -> bool:
         tokenizer.chat_template = before + MARK + template if before else template
@@ -166,7 +193,7 @@ def fit_template(
         (_CALLED, {}, "probe_result"),
     ]
     system: Probe = ([_SYSTEM, _ASKED], {}, "probe_system")
-    is_text = TOOLS in before
+    is_text = TOOLS_BEGIN in before
     if needs.tools and not is_text and (tools_as_text or not fits(*tools)):
         before += TOOLS
         notes.append(
@@ -181,6 +208,24 @@ def fit_template(
         before += PARTS
         fits(system)
     return notes
+
+
+def held_clock(time: datetime | None = None) -> str:
+    """Return the part of a template that holds the clock at a time, by default the present time."""
+    time = time or datetime.now()
+    return CLOCK.replace("CLOCK", json.dumps({code: time.strftime(f"%{code}") for code in _CODES}))
+
+
+def clock_of(template: str) -> str | None:
+    """Return the part of a fitted template that holds the clock, or None."""
+    found = _CLOCK.search(template)
+    return found and found.group()
+
+
+def without_clock(template: str) -> str:
+    """Return a fitted template without the part that holds the clock."""
+    clock = clock_of(template)
+    return template.replace(clock, "").removeprefix(MARK) if clock else template
 
 
 def body_of(template: str) -> str:

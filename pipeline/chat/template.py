@@ -20,7 +20,7 @@ from typing import Any
 from transformers.utils.chat_parsing import parse_response
 
 from pipeline.chat import template_checks as checks
-from pipeline.chat.fitting import EVERYTHING, TOOLS, Needs, fit_template
+from pipeline.chat.fitting import EVERYTHING, TOOLS_BEGIN, Needs, fit_template, held_clock
 from pipeline.chat.template_checks import ASKED, STUB_TURN
 from pipeline.chat.text import (
     GUARD,
@@ -42,6 +42,7 @@ from pipeline.files.untrusted import one_line, reason_of
 
 MAX_CACHED_TOKENS = 1 << 21  # largest number of cached ids, which take about 80 MB
 MAX_RENDERED = 10_000_000  # largest number of characters that a chat template may write
+MAX_ROLES = 8  # most roles of a conversation that a message names
 MAX_DIGESTS = 16  # largest number of lists of tools that a cache knows by identity
 Tools = Sequence[dict[str, Any]]  # JSON schemas
 ENTRY = 8  # The overhead of a cache entry takes the memory of about 8 ids.
@@ -90,9 +91,9 @@ class Chat:
     """A tokenizer's chat template and tool-call format.
 
     `needs` says what the run's conversations have; a template is checked for nothing else. `notes`
-    has what `fit_template` changed. Raises UserError if the template fails a check in
-    `template_checks.py`. Warns if the template drops earlier thoughts, drops tool calls, or changes
-    some arguments.
+    has what `fit_template` changed; `clock` is its argument. Raises UserError if the template fails
+    a check in `template_checks.py`. Warns if the template drops earlier thoughts or other messages
+    of the assistant, drops tool calls, or changes some arguments.
     """
 
     def __init__(
@@ -104,10 +105,13 @@ class Chat:
         needs: Needs = EVERYTHING,
         chat_template: str | None = None,
         system_prompt: str | None = None,
+        clock: str | None = None,
     ) -> None:
         self.tokenizer = tokenizer
         self._kwargs = template_kwargs or {}
-        prepare = partial(self._prepare, tool_call_format, needs, chat_template, system_prompt)
+        clock = clock or held_clock()
+        fit = {"chat_template": chat_template, "system_prompt": system_prompt, "clock": clock}
+        prepare = partial(self._prepare, tool_call_format, needs, fit)
         rehearse("model: its chat template", prepare, "give another --chat-template")
         prepare()
 
@@ -115,18 +119,17 @@ class Chat:
         self,
         tool_call_format: str,
         needs: Needs,
-        chat_template: str | None,
-        system_prompt: str | None,
+        fit: dict[str, str | None],
     ) -> None:
         tokenizer = self.tokenizer
         self.notes = fit_template(
             tokenizer,
             self._template,
             needs=needs,
-            chat_template=chat_template,
-            system_prompt=system_prompt,
             tools_as_text=tool_call_format == "text",
+            **fit,
         )
+        checks.refuse_random(tokenizer.chat_template)
         self.cache = TokenCache(MAX_CACHED_TOKENS)
         added = {i: t for i, t in tokenizer.added_tokens_decoder.items() if t.content.strip()}
         self._special_ids = set(added) - {tokenizer.unk_token_id}
@@ -145,8 +148,15 @@ class Chat:
         self._opening = self._template([ASKED], add_generation_prompt=True)
         self._reader: ResponseTemplate | None = None  # without a reader, `parse_hermes` reads calls
         self._prefix = ""  # the generation prompt if the response template needs it, else ""
-        if tool_call_format == "auto" and TOOLS not in tokenizer.chat_template:
+        if tool_call_format == "auto" and TOOLS_BEGIN not in tokenizer.chat_template:
             self._find_reader()
+        talks = checks.talks(needs.tools, needs.replies)
+        left_out = {role for talk in talks for role in checks.check_shown(self._template, talk)}
+        if "assistant" in left_out:
+            checks.warn_once(
+                "the chat template leaves earlier messages of the assistant out: a server that "
+                "renders each conversation anew will leave them out, while training keeps them"
+            )
         if needs.tools or needs.replies:
             checks.check_deltas(self._template, self._after_stub, needs.tools)
             checks.warn_of_lost_thoughts(self._template, self._opening)
@@ -174,6 +184,10 @@ class Chat:
         same = takewhile(lambda pair: pair[0] == pair[1], zip(*ends, strict=False))
         text = self._special.tokens.sub("", ends[0][len([*same]) :][::-1]).strip()
         return text.removeprefix("system").strip()
+
+    def check_shown(self, prompt: Sequence[Message], tools: Tools) -> dict[str, str]:
+        """Return which roles' texts are left out of a prompt; see `template_checks.check_shown`."""
+        return checks.check_shown(self._template, prompt, tools=list(tools) or None)
 
     def prompt_ids(self, messages: Sequence[Message], tools: list[dict[str, Any]]) -> list[int]:
         """Return the token ids of a conversation and of the next assistant message's header."""
@@ -256,7 +270,8 @@ class Chat:
         except MemoryError:
             raise
         except Exception as error:  # a chat template may raise any exception
-            roles = ", ".join(message["role"] for message in messages)
+            roles = ", ".join(message["role"] for message in messages[:MAX_ROLES])
+            roles += f" and {len(messages) - MAX_ROLES} more" * (len(messages) > MAX_ROLES)
             reason = one_line(str(error)) or type(error).__name__
             fault = f"refuses a conversation of {roles} ({reason})"
             raise UserError(

@@ -1,7 +1,8 @@
 """Checks of a chat template on test conversations, at the start of a run."""
 
 import os
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable, Iterator, Sequence
 from itertools import product
 from typing import Any
 
@@ -23,6 +24,18 @@ def _tool(name: str, **types: str) -> dict[str, Any]:
     parameters = {"type": "object", "properties": properties}
     function = {"name": name, "description": "", "parameters": parameters}
     return {"type": "function", "function": function}
+
+
+_WORD = re.compile(r"probe\d+_\d+")
+MIN_WORDS = 400  # of a test message, so that a template that shortens texts is found
+MAX_WORDS = 50_000
+_ADDRESS = re.compile(r" at 0x[0-9a-f]{6,}")  # in the text of a Python object
+_RANDOM = re.compile(r"\|\s*random\b|['\"]random['\"]|\blipsum\b")
+
+
+def _text(number: int, count: int = MIN_WORDS) -> str:
+    """Return a text of `count` words with spaces, line breaks and blank lines between them."""
+    return " \n\n".join(f"probe{number}_{n}" for n in range(count))
 
 
 ASKED: Message = {"role": "user", "content": "-"}
@@ -55,9 +68,9 @@ _CONVERSATIONS: dict[str, list[Message]] = {
 }
 _TALK = [_POLICY, ASKED, _REQUEST, _ANSWER]  # messages of domains without tools
 _REPLIES: list[list[Message]] = [
-    [{"role": "user", "content": "probe_reply"}],
-    [_RESULT],
-    [_RESULT, {**_RESULT, "content": "probe_second"}],
+    [{"role": "user", "content": _text(0)}],
+    [{**_RESULT, "content": _text(0)}],
+    [{**_RESULT, "content": _text(number)} for number in range(2)],
 ]
 _THOUGHT = "probe_thought"
 _ANSWERED = "probe_answer"
@@ -112,7 +125,7 @@ def check_deltas(render: Render, after_stub: Callable[[str], str], has_tools: bo
     }
     for replies in _REPLIES if has_tools else _REPLIES[:1]:
         delta = after_stub(render([*STUB_TURN, *replies], add_generation_prompt=True))
-        is_whole = all(reply["content"] in delta for reply in replies)
+        is_whole = _WORD.findall(delta) == [w for r in replies for w in r["content"].split()]
         offers = (None, _TOOLS) if has_tools else (None,)
         for tools, (what, before) in product(offers, conversations.items()):
             if replies[0]["role"] == "user" and "tool_calls" in before[-1]:
@@ -123,6 +136,58 @@ def check_deltas(render: Render, after_stub: Callable[[str], str], has_tools: bo
                 fault = f"renders a reply differently after other conversations ({what})"
                 remedy = "give --tool-call-format text, or another --chat-template"
                 raise UserError(f"model: its chat template {fault}; {remedy}")
+
+
+def refuse_random(template: str) -> None:
+    """Raise UserError if a template draws at random."""
+    if found := _RANDOM.search(template):
+        fault = f"draws at random ({found.group().strip('| ')}), so that a prompt is never the same"
+        raise UserError(f"model: its chat template {fault}; give another --chat-template")
+
+
+def talks(has_tools: bool, has_replies: bool) -> list[list[Message]]:
+    """Return conversations of messages that domains have, some longer than those of a run."""
+    turns = [CALL, _RESULT, CALL, _RESULT, _ANSWER, _REQUEST] if has_tools else [_ANSWER, _REQUEST]
+    long = [_POLICY, _REQUEST, *turns * 25]
+    return [[_REQUEST], *([long, long[1:]] if has_tools or has_replies else [])]
+
+
+def check_shown(render: Render, messages: Sequence[Message], **options: Any) -> dict[str, str]:
+    """Return which roles' texts a template leaves out, as {role: "all" or "a part"}.
+
+    The texts of `messages` are replaced by test texts of at least their lengths. Raises UserError
+    if a part of a user's text or of a tool result is left out, if the messages stand in another
+    order, or if the same messages are rendered in different ways.
+    """
+    talk = [dict(message) for message in messages]
+    texts = dict[int, list[str]]()
+    for number, message in enumerate(talk):
+        if isinstance(text := message["content"], str) and text:
+            least = MIN_WORDS // len(talk) + 4
+            message["content"] = _text(number, max(least, min(len(text) // 8, MAX_WORDS)))
+            texts[number] = message["content"].split()
+    options["add_generation_prompt"] = True
+    text = render(talk, **options)
+    seen = dict.fromkeys(_WORD.findall(text))
+    shown = {n: sum(word in seen for word in words) for n, words in texts.items()}
+    left_out = dict[str, str]()
+    for role in ("user", "tool", "assistant", "system"):
+        of = [n for n in texts if talk[n]["role"] == role]
+        if any(shown[n] < len(texts[n]) for n in of):
+            left_out[role] = "a part" if any(shown[n] for n in of) else "all"
+    fault = ""
+    if found := left_out.keys() & {"user", "tool"}:
+        role = min(found)
+        what = "tool results" if role == "tool" else "the user's messages"
+        fault = f"leaves {left_out[role]} of {what} out"
+    starts = [f"probe{n}_0" for n in texts if shown[n] and talk[n]["role"] != "system"]
+    if not fault and [word for word in seen if word in {*starts}] != starts:
+        fault = "writes messages in another order"
+    if not fault and (text != render(talk, **options) or _ADDRESS.search(text)):
+        fault = "renders one conversation in different ways"
+    if fault:
+        raise UserError(f"model: its chat template {fault}; give another --chat-template")
+    return left_out
 
 
 def check_calls(read_back: ReadBack, has_reader: bool, tool_call_format: str) -> None:

@@ -25,11 +25,14 @@ from pipeline.preflight.prepare import Prepared, prepare
 from pipeline.rollout.vllm_sampler import refuse_missing
 
 
-def check_and_prepare(config: Config) -> Prepared:
-    """Check the settings, tasks, model and memory of a run, on every rank. Raises UserError."""
+def check_and_prepare(config: Config, clock: str | None = None) -> Prepared:
+    """Check the settings, tasks, model and memory of a run, on every rank. Raises UserError.
+
+    `clock` is what the chat template of a new run reads instead of the clock.
+    """
     if config.rollout.sampler == "vllm":
         refuse_missing()
-    parts = prepare(config)
+    parts = prepare(config, clock=clock)
     _, notes = check_model(config, parts)
     lines = [f"note: {note}" for note in parts.notes]
     lines += [f"warning: {warning}" for warning in (*left_out(config), *parts.warnings, *notes)]

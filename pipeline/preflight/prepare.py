@@ -13,7 +13,7 @@ from itertools import islice, product
 from pathlib import Path
 from typing import Any
 
-from pipeline.chat.fitting import Needs
+from pipeline.chat.fitting import Needs, clock_of, without_clock
 from pipeline.chat.template import Chat
 from pipeline.checkpoints.run_folder import TEMPLATE, hash_of, problem, resumable
 from pipeline.config.settings import Config, ModelSettings, RolloutSettings
@@ -57,6 +57,7 @@ class Prepared:
     chat: Chat
     about: dict[str, Mapping[str, Any]]  # facts of domains about themselves
     made_of: dict[str, str]  # SHA-256 of tasks, demonstrations and modules, by name
+    unseen: dict[str, str]  # "all" or "a part", by the role whose messages prompts leave out
     notes: list[str]  # facts about the tasks and rewards that a user should know
     warnings: list[str]  # warnings about the demonstrations
     episodes_at_once: int  # `max_concurrent_episodes`, or fewer if no more fit into memory
@@ -79,10 +80,13 @@ class Prepared:
         return {d: max(len(self.prompt_ids(d, t)) for t in ts) for d, ts in self.longest.items()}
 
 
-def prepare(config: Config, with_tiny_tokenizer: bool = False) -> Prepared:
+def prepare(
+    config: Config, with_tiny_tokenizer: bool = False, clock: str | None = None
+) -> Prepared:
     """Load and check the parts of a run, without the model. Raises UserError.
 
-    With `with_tiny_tokenizer`, the tiny model's tokenizer replaces the recipe's tokenizer.
+    With `with_tiny_tokenizer`, the tiny model's tokenizer replaces the recipe's tokenizer. `clock`
+    is for the chat template of a new run (default: the present time).
     """
     if config.run.push_to_hub and config.grpo.use_grpo:
         check_upload(str(config.run.hub_model_id))
@@ -100,6 +104,7 @@ def prepare(config: Config, with_tiny_tokenizer: bool = False) -> Prepared:
         needs=needs_of(domains.values()),
         chat_template=config.model.chat_template,
         system_prompt=config.model.system_prompt,
+        clock=_clock_of_run(resumed) or clock,
     )
     sets = {
         name: task_sets(config, domain, long_prompts(config, domain, chat))
@@ -149,6 +154,7 @@ def prepare(config: Config, with_tiny_tokenizer: bool = False) -> Prepared:
         chat=chat,
         about=about,
         made_of=origin,
+        unseen={},
         notes=notes,
         warnings=warnings,
         episodes_at_once=limits.max_concurrent_episodes,
@@ -159,6 +165,11 @@ def prepare(config: Config, with_tiny_tokenizer: bool = False) -> Prepared:
     prompts = dict[str, int]()
     for name, of in sets.items():
         asked = [*longest[name], *longest_of([*of.validation, *of.held_out])]
+        schemas = tool_schemas(domains[name].environment)
+        for prompt in {
+            str([m["role"] for m in task.prompt]): task.prompt for task in asked
+        }.values():
+            prepared.unseen.update(chat.check_shown(prompt, schemas))
         lengths = [len(prepared.prompt_ids(name, task)) for task in asked]
         prompts[name] = max(lengths)
         if is_too_long(limits, prompts[name]):
@@ -170,6 +181,10 @@ def prepare(config: Config, with_tiny_tokenizer: bool = False) -> Prepared:
             what = f"a prompt of {name} has {prompts[name]} tokens and a turn may take {turn}"
             needs = {"max_tokens": prompts[name] + turn}
             beyond.append(TooLow(f"{what} ({where})", needs, is_refused=True))
+    for role, part in prepared.unseen.items():
+        if config.model.model != "tiny":  # which reads the first line of a system message, as said
+            what = f"{part} of the {role} message"
+            prepared.warnings.append(f"the chat template leaves {what} out of prompts")
     prepared.warnings.extend(check_limits(limits, beyond, prompts))
     return prepared
 
@@ -215,6 +230,13 @@ def _tokenizer(config: Config, domains: Mapping[str, Domain], resumed: Sequence[
             words = words_of_demonstrations(config, domain, count)
             known[name] = replace(domain, words=partial(list, words))
     return load_tokenizer(settings, known.values())
+
+
+def _clock_of_run(resumed: Sequence[Path]) -> str | None:
+    """Return the clock that the chat template of a resumed run reads, from its checkpoint."""
+    whole = next((path for path in resumed if not problem(path)), None)
+    template = whole and whole / "chat_template.jinja"
+    return clock_of(template.read_text(encoding="utf-8")) if template else None
 
 
 def _graded(config: Config, domains: Mapping[str, Domain]) -> Graded:
@@ -325,7 +347,8 @@ def _hashes_of_modules(named: str) -> dict[str, str]:
 def hashes_of_tokenizer(tokenizer: Any) -> dict[str, str]:
     """Return the SHA-256 of all that decides what ids a text has, and what text ids have."""
     words = sorted(tokenizer.get_vocab().items())
-    parts = [words, tokenizer.special_tokens_map, tokenizer.chat_template]
+    template = without_clock(tokenizer.chat_template)  # earlier versions held no clock
+    parts = [words, tokenizer.special_tokens_map, template]
     rules = [tokenizer.all_special_ids, *(getattr(tokenizer, name, None) for name in RULES)]
     if backend := getattr(tokenizer, "backend_tokenizer", None):
         # Calls of the tokenizer change its padding and truncation.

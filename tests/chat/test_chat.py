@@ -2,7 +2,8 @@
 
 import resource
 import warnings
-from functools import cache
+from datetime import datetime
+from functools import cache, partial
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from tokenizers import AddedToken
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer
 
-from pipeline.chat.fitting import Needs
+from pipeline.chat.fitting import Needs, clock_of, held_clock, without_clock
 from pipeline.chat.template import Chat, TokenCache
 from pipeline.chat.text import Parsed, parse_hermes
 from pipeline.distributed import children
@@ -496,3 +497,97 @@ def test_without_a_response_template_calls_that_the_template_writes_so_are_read_
         warnings.simplefilter("error")
         made = Chat(other_tokenizer(CHAT_TEMPLATE), tool_call_format=tool_call_format)
     assert made.parse(encode(made.tokenizer, CALL)).calls == [FOUND]
+
+
+WHOLE = CHAT_TEMPLATE.replace(*WHOLE_SYSTEM)
+LOOP = "{%- for message in messages -%}"
+HIDING = {  # the start of a template, what replaces its loop, and what its refusal says
+    "the user": ("", "{%- for message in messages if message.role != 'user' -%}", "the user's"),
+    "the first request": ("", "{%- for message in messages[1:] -%}", "the user's messages out"),
+    "old messages": ("", "{%- for message in messages[-30:] -%}", "the user's messages out"),
+    "order": ("", "{%- for message in messages[::-1] -%}", "in another order"),
+    "order of long ones": (
+        "",
+        "{%- for message in (messages | reverse if messages | length > 40 else messages) -%}",
+        "in another order",
+    ),
+    "many turns": (
+        "{{ raise_exception('long') if messages | length > 50 }}",
+        LOOP,
+        "44 more (long)",
+    ),
+    "a draw": ("{{ ['a', 'b'] | random }}", LOOP, "draws at random"),
+    "a rare draw": ("{{ lipsum() if messages | length == 7 }}", LOOP, "draws at random"),
+    "an object's address": ("{{ messages | map('upper') }}", LOOP, "in different ways"),
+}
+
+
+@pytest.mark.parametrize("name", HIDING)
+def test_a_template_that_hides_or_shuffles_what_was_said_is_refused(name):
+    start, loop, said = HIDING[name]
+    needs = Needs(tools=False, replies=name not in ("the user", "the first request"))
+    made = other_tokenizer(start + WHOLE.replace(LOOP, loop))
+    line = refusal(lambda: Chat(made, needs=needs))
+    says(line, "model: its chat template ", said)
+
+
+CUTS = {
+    "300 characters": "{{ message.content[:300] }}",
+    "a line": "{{ message.content.split('\\n')[0] }}",
+    "a paragraph": "{{ message.content.split('\\n\\n') | last }}",
+    "a word": "{{ message.content | truncate(400) }}",
+}
+
+
+@pytest.mark.parametrize("name", CUTS)
+def test_a_template_that_cuts_the_users_text_is_refused(name):
+    template = WHOLE.replace("{{ message.content }}", CUTS[name])
+    for needs in (Needs(), Needs(tools=False), Needs(tools=False, replies=False)):
+        made = other_tokenizer(template)
+        line = refusal(partial(Chat, made, tool_call_format="hermes", needs=needs))
+        says(line, "model: its chat template leaves ", "of the user's messages out; give another")
+
+
+def test_a_prompt_says_what_the_template_leaves_out_of_it():
+    hides = "{%- for message in messages if not (tools and message.role == 'system') -%}"
+    made = Chat(other_tokenizer(WHOLE.replace(LOOP, hides)), tool_call_format="hermes")
+    assert (made.check_shown(ASKED, []), made.check_shown(ASKED, TOOLS)) == ({}, {"system": "all"})
+    assert chat().check_shown(ASKED, TOOLS) == {"system": "a part"}
+    alone = Needs(tools=False, replies=False)
+    first = WHOLE.replace(LOOP, "{%- for message in messages[-1:] -%}")
+    made = Chat(other_tokenizer(first), needs=alone)
+    shown = [{"role": "user", "content": "1"}, say("2"), {"role": "user", "content": "3"}]
+    line = refusal(made.check_shown, shown, [])
+    says(line, "leaves a part of the user's messages out")
+
+
+NOW = datetime(2026, 7, 4, 9, 5, 7, 89)
+
+
+def test_the_clock_of_a_template_stands_still_also_in_a_loaded_checkpoint(tmp_path):
+    formats = ["%d %b %Y", "%Y-%m-%d", "%H:%M:%S.%f", "%-d/%-m, %A", "100%", "%Q"]
+    start = "{% macro day() %}{% for f in " + str(formats) + " %}{{ strftime_now(f) }};{% endfor %}"
+    start += "{% endmacro %}{% if strftime_now is defined %}{{ day() }}{% endif %}"
+    made = Chat(other_tokenizer(start + WHOLE), clock=held_clock(NOW), tool_call_format="hermes")
+    shown = made.tokenizer.decode(made.prompt_ids(ASKED, [])).partition("<|im_start|>")[0]
+    assert shown == "04 Jul 2026;2026-07-04;09:05:07.000089;4/7, Saturday;100%;%Q;"
+    assert "reads the clock" in made.notes[0]
+    assert without_clock(made.tokenizer.chat_template) == start + WHOLE
+    made.tokenizer.save_pretrained(tmp_path)
+    assert clock_of((tmp_path / "chat_template.jinja").read_text()) == held_clock(NOW)
+    loaded = AutoTokenizer.from_pretrained(tmp_path)
+    later = Chat(loaded, clock=held_clock(datetime(2027, 1, 1)), tool_call_format="hermes")
+    assert later.tokenizer.chat_template == made.tokenizer.chat_template
+    assert later.prompt_ids(ASKED, TOOLS) == made.prompt_ids(ASKED, TOOLS)
+
+
+def test_a_description_of_a_tool_is_its_first_sentence_or_paragraph_on_one_line():
+    made = Chat(other_tokenizer(IGNORANT["tools"].replace(*WHOLE_SYSTEM)))
+    told = {
+        "Ask: check, pay,\n    or try.\n\n    Slow.": "Ask: check, pay, or try.",
+        "\nFind it, e.g. by name. Fast.\nMore.": "Find it, e.g. by name. Fast.",
+        "Find it": "Find it",
+    }
+    tools = [tool("f", description) for description in told]
+    lines = made.tokenizer.decode(made.prompt_ids(ASKED, tools)).splitlines()
+    assert [line[5:] for line in lines if line.startswith("f(): ")] == [*told.values()]
