@@ -37,7 +37,7 @@ from pipeline.distributed.watchdog import Watchdog
 from pipeline.endpoints.language_model import LanguageModel
 from pipeline.environments.tools import tool_schemas
 from pipeline.errors import UserError
-from pipeline.evaluation.advice import ActionCollapse, DeadDomains, StartReport
+from pipeline.evaluation.advice import ActionCollapse, DeadDomains, StandStill, StartReport
 from pipeline.evaluation.baselines import baselines as play_baselines
 from pipeline.evaluation.evaluate import (
     ErrorRates,
@@ -107,6 +107,7 @@ class Run:
     )  # episodes of the stage, of this rank
     latest_rewards: dict[str, float] = field(default_factory=dict)  # latest mean rewards, by domain
     num_unscored_steps: int = 0  # in a row
+    standstill: StandStill = field(default_factory=StandStill)
     warned_of: set[str] = field(default_factory=set)  # metrics of the sampler, once each
     warned_of_names: set[str] = field(default_factory=set)  # of `log_metric`
 

@@ -259,6 +259,8 @@ def record(
     )
     for line in run.action_collapse.messages({**statistics, **metrics}, run.config):
         run.say(f"warning: step {run.state.step}: {line}")
+    if line := run.standstill.message({**statistics, **metrics}):
+        run.say(f"warning: step {run.state.step}: {line}")
     run.latest_rewards |= {k: v for k, v in metrics.items() if k.startswith("reward/")}
     return {**statistics, **metrics, **run.latest_rewards}
 
@@ -283,7 +285,7 @@ def end_step(run: Run, stage: Stage, batch: RolloutBatch) -> None:
         report_start(run, batch)
     stop_on_errors(run.ranks, run.error_rates, run.config.rollout, batch.trajectories)
     validate_when_due(run, stage)
-    lines = run.dead_domains.messages(stage, run.records, run.ranks)
+    lines = run.dead_domains.messages(stage, run.records, run.ranks, run.config)
     is_stopped = bool(lines) and run.config.run.stop_on_dead_domain
     most = run.config.data.max_reward_calls
     called = run.state.num_reward_calls

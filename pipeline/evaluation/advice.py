@@ -1,9 +1,10 @@
 """Advice: domains in which GRPO cannot learn, falls of success, and policies that act alike.
 
 Each part compares figures of a run with limits, and says in one line what was found and what to
-change. The parts are the start report, dead domains, falls, and decisions.
+change. The parts are the start report, dead domains, standstill, falls, and decisions.
 """
 
+import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -19,8 +20,13 @@ from pipeline.data.tasks import Message
 from pipeline.distributed.ranks import Ranks
 from pipeline.environments.tools import tool_schemas
 from pipeline.evaluation.transfer import Z95, mean_over_tasks, pass_at_k, rate, succeeded
+from pipeline.files.untrusted import masked
+from pipeline.files.untrusted import shown as shown_text
 from pipeline.rollout.trajectory import EpisodeRecord, StopReason, Trajectory
 
+STILL_STEPS = 10  # number of steps with signal that tell whether the reward rises
+STILL_RATE = 1e-7  # a lower mean learning rate of these steps hardly moves a weight
+MAX_ANSWER = 120  # largest number of characters of an answer in a line
 DEAD_STEPS = 10  # number of steps in a row without a gradient that makes a domain dead
 ADVICE = {
     StopReason.COMPLETED: "check get_reward, or give the warm start demonstrations that succeed",
@@ -31,6 +37,7 @@ ADVICE = {
     StopReason.ENVIRONMENT_ERROR: "mend the environment",
 }
 
+UNTAUGHT = "add a warm start (--warm-start-steps) with demonstrations"
 LOOKUPS = ("find", "get")  # prefixes of the names of tools that change nothing
 COPIED = "..."  # stands for an argument that the policy has read in the conversation
 NOTHING = ""  # the decision of an episode whose policy has called no tool that changes something
@@ -60,11 +67,18 @@ def advice(config: Config) -> str:
     )
 
 
-def commonest_end(reasons: Counter[StopReason], whose: str) -> str:
+def commonest_end(reasons: Counter[StopReason], whose: str, config: Config) -> str:
     """Return how most episodes ended, and what to do then."""
     reason = max(StopReason, key=reasons.__getitem__)
     share = 100 * reasons[reason] / max(1, reasons.total())
-    return f"{share:.0f} % of {whose} episodes ended with {reason}: {ADVICE[reason]}"
+    remedy = ADVICE[reason]
+    if reason is not StopReason.ENVIRONMENT_ERROR and not config.is_supervised:
+        remedy = remedy.replace("give the warm start demonstrations", UNTAUGHT)
+        if config.model.model == "tiny":
+            remedy = "the model's weights are random; give a warm start (--warm-start-steps)"
+    if config.data.reward_funcs:
+        remedy = remedy.replace("get_reward", "the reward functions")
+    return f"{share:.0f} % of {whose} episodes ended with {reason}: {remedy}"
 
 
 # The start report
@@ -82,6 +96,7 @@ class Group(NamedTuple):
     task_id: str
     rewards: list[float]  # of the episodes that training does not leave out
     stop_reasons: list[StopReason]  # of all episodes
+    answer: str = ""  # what the model wrote last in the first episode
 
 
 class StartReport:
@@ -108,6 +123,7 @@ class StartReport:
                 task_id=of[0].task_id,
                 rewards=[episode.reward for episode in of if not episode.left_out],
                 stop_reasons=[episode.stop_reason for episode in of],
+                answer=_answer(of[0]),
             )
             self._groups.append(group)
 
@@ -116,6 +132,15 @@ class StartReport:
         shards = ranks.all_gather_objects(self._groups, "start report")
         self._groups = []
         return sorted(chain(*shards))
+
+
+def _answer(episode: EpisodeRecord) -> str:
+    """Return the beginning of the last message of the model in an episode, or ""."""
+    messages = getattr(episode, "messages", ())
+    for message in (m for m in reversed(messages) if m["role"] == "assistant"):
+        calls = [json.dumps(call["function"]) for call in message.get("tool_calls") or ()]
+        return masked(" ".join([message.get("content") or "", *calls])).strip()[:MAX_ANSWER]
+    return ""
 
 
 def start_report(
@@ -156,7 +181,7 @@ def start_report(
             success = evaluation["success"][domain]["tasks"] if evaluation else {}
             tasks = [*success.values()]
             pass_at_size = (domains[domain][f"pass@{size}"] or [None])[0]
-            lines += _advice(domain, own, tasks, threshold, size, pass_at_size)
+            lines += _advice(domain, own, tasks, config, pass_at_size)
     return {
         "after": evaluation and evaluation["after"],
         "num_generations": size,
@@ -169,8 +194,7 @@ def _advice(
     domain: str,
     groups: Sequence[Group],
     tasks: Sequence[Sequence[float]],
-    threshold: float,
-    size: int,
+    config: Config,
     pass_at_size: float | None,
 ) -> Iterator[str]:
     """Yield why GRPO cannot learn in a domain whose `groups` have no signal, and what to do.
@@ -178,6 +202,8 @@ def _advice(
     `tasks` are the rewards of the trials of each held-out task. Nothing is yielded if these rewards
     show that groups of other tasks would have signal.
     """
+    size = config.rollout.num_generations
+    threshold = config.evaluation.success_threshold
     trials = [succeeded(reward, threshold) for of in tasks for reward in of]
     # One trial per task does not show whether the trials of a task differ.
     differ = len(tasks) == len(trials) and 0 < sum(trials) < len(trials)
@@ -201,9 +227,11 @@ def _advice(
             f"the policy solves these tasks: take harder tasks, or leave {domain} out",
         ),
         (pass_at_size, "the episodes of a task end alike: raise temperature or num_generations"),
-        (True, commonest_end(reasons, "the")),
+        (True, commonest_end(reasons, "the", config)),
     ]
-    yield f"{what}; {next(remedy for holds, remedy in remedies if holds)}"
+    answer = next(filter(None, (group.answer for group in groups)), "")
+    example = f"; an answer begins {shown_text(answer)}" if answer else ""
+    yield f"{what}; {next(remedy for holds, remedy in remedies if holds)}{example}"
 
 
 # Dead domains
@@ -233,7 +261,9 @@ class DeadDomains:
                 is_dead = share == 1 and metrics[f"rollout/all_solved/{domain}"] < 1
                 self.steps[domain] = self.steps.get(domain, 0) + 1 if is_dead else 0
 
-    def messages(self, stage: Stage, records: Iterable[EpisodeRecord], ranks: Ranks) -> list[str]:
+    def messages(
+        self, stage: Stage, records: Iterable[EpisodeRecord], ranks: Ranks, config: Config
+    ) -> list[str]:
         """Return a message for each dead domain, whose count then begins anew.
 
         `records` are this rank's episodes of the stage. Ranks communicate only if a domain is dead.
@@ -243,12 +273,47 @@ class DeadDomains:
             self.steps[domain] = 0
             reasons = [record.stop_reason for record in records if record.domain == domain]
             gathered = ranks.all_gather_objects(Counter(reasons), "stop reasons")
-            ends = commonest_end(sum(gathered, Counter[StopReason]()), "its")
+            ends = commonest_end(sum(gathered, Counter[StopReason]()), "its", config)
             lines.append(
                 f"{domain}: all groups of {DEAD_STEPS} steps in a row had equal rewards, so stage "
                 f"{stage.name} learns nothing; {ends}"
             )
         return lines
+
+
+# A policy that does not move
+
+
+class StandStill:
+    """Looks for steps with signal in which neither the weights nor the reward move.
+
+    AdamW changes a weight by about the learning rate in a step, however small the gradient is.
+    """
+
+    def __init__(self) -> None:
+        self._steps: list[tuple[float, float]] = []  # learning rate and mean reward
+        self._is_said = False
+
+    def message(self, metrics: Mapping[str, float]) -> str:
+        """Count a step; return a message once, after STILL_STEPS steps that moved nothing."""
+        reward = metrics.get("reward/mean")
+        if metrics.get("train/trained_episodes") and reward is not None:
+            self._steps.append((metrics["train/learning_rate"], reward))
+        if self._is_said or len(self._steps) < STILL_STEPS:
+            return ""
+        rates, rewards = zip(*self._steps, strict=True)
+        self._steps = []
+        halves = rewards[: STILL_STEPS // 2], rewards[STILL_STEPS // 2 :]
+        first, last = map(fmean, halves)
+        spread = Z95 * sqrt(sum(stdev(of) ** 2 / len(of) for of in halves))
+        if fmean(rates) >= STILL_RATE or last - first > spread:
+            return ""
+        self._is_said = True
+        return (
+            f"{STILL_STEPS} steps had groups with signal, but the mean reward stands still "
+            f"({first:.2f} -> {last:.2f}): the learning rates of these steps add up to "
+            f"{sum(rates):.1g}, so no weight moved by much more; raise learning_rate"
+        )
 
 
 # Falls of success

@@ -17,6 +17,7 @@ from pipeline.models.loading import empty_model, on_gpu
 SMALL = 135_000_000
 LARGE = 1_350_000_000
 FAR = 5.0  # a learning rate above FAR times the suitable one gets a warning
+FAR_BELOW = 100.0  # so does one below this part of the suitable one
 
 
 class Rates(NamedTuple):
@@ -84,6 +85,11 @@ def fitted(config: Config) -> tuple[Config, list[str]]:
             warnings.append(
                 f"warning: {label} {given:g} is {given / suits:,.0f} times what suits {what} "
                 f"({suits:g}); a policy may break within a few steps"
+            )
+        if is_used and given is not None and given < suits / FAR_BELOW:
+            warnings.append(
+                f"warning: {label} {given:g} is 1/{suits / given:,.0f} of what suits {what} "
+                f"({suits:g}); a policy may hardly change"
             )
     return config, lines + warnings
 

@@ -22,6 +22,7 @@ from pipeline.evaluation.advice import (
     DEAD_STEPS,
     ActionCollapse,
     DeadDomains,
+    StandStill,
     StartReport,
     decision_of,
     fallen_domains,
@@ -199,13 +200,61 @@ def dead_step(equal, solved=0.0, domain="retail"):
     }
 
 
+@pytest.mark.parametrize(
+    ("settings", "reason", "told"),
+    [
+        ({"warm_start": {"steps": 0}}, "max_tokens", "the model's weights are random; give a warm"),
+        ({}, "max_tokens", "raise max_tokens_per_turn and max_tokens"),
+        (
+            {"model": {"model": "m"}, "warm_start": {"steps": 0}},
+            "malformed_call",
+            "malformed_call: add a warm start (--warm-start-steps) with demonstrations of the",
+        ),
+        (
+            {"data": {"domains": ["retail"], "reward_funcs": ["m:f"]}},
+            "completed",
+            "completed: check the reward functions, or give the warm start demonstrations",
+        ),
+    ],
+)
+def test_advice_fits_the_run_and_shows_an_answer(settings, reason, told):
+    config = Config.model_validate(
+        {"data": {"domains": ["retail"]}, "rollout": {"num_generations": 2}, **settings}
+    )
+    key = {"domain": "retail", "stop_reason": StopReason(reason)}
+    said = [{"role": "user", "content": "no"}, say("blip\nBearer s3cret0123456789 " + 99 * "x")]
+    gathered = StartReport()
+    gathered.add([make_trajectory(messages=said, **key) for _ in range(2)], 2)
+    (line,) = start_report(gathered.gathered(ALONE), None, config, {})["lines"]
+    says(line, told, "; an answer begins 'blip")
+    assert "\n" not in line and "s3cret" not in line and len(line) < 600
+
+
+def still(rate, rewards, **further):
+    stands = StandStill()
+    keys = {"train/learning_rate": rate, "train/trained_episodes": 8, **further}
+    return [stands.message({**keys, "reward/mean": reward}) for reward in rewards]
+
+
+def test_steps_with_signal_that_move_nothing_are_told_once():
+    *before, line = still(1e-8, [0.3, 0.4] * 5)
+    assert before == [""] * 9
+    says(line, "10 steps had groups with signal", "stands still (0.34 -> 0.36)", "add up to 1e-07")
+    assert [bool(of) for of in still(1e-8, [0.3, 0.4] * 20)].count(True) == 1
+    assert not any(still(1e-8, [0.1 * n for n in range(10)]))  # it rises
+    assert not any(still(1e-6, [0.3, 0.4] * 20))  # a usual rate of a large model
+    assert not any(still(1e-8, [0.3, 0.4] * 20, **{"train/trained_episodes": 0}))  # no signal
+    # The default recipe's rewards of its last steps, at its lowest rate.
+    assert not any(still(3e-5, [0.93, 0.95, 0.9, 0.94] * 10))
+
+
 def dead_after(*steps):
     """The messages after each of the steps in stage retail."""
     dead, lines = DeadDomains(), []
     for metrics in steps:
         dead = resumed(dead)
         dead.add(RETAIL, metrics)
-        lines.append(dead.messages(RETAIL, RECORDS, ALONE))
+        lines.append(dead.messages(RETAIL, RECORDS, ALONE, config_of()))
     return lines
 
 

@@ -122,3 +122,12 @@ def test_a_toy_is_small_or_rests_on_a_small_model(tmp_path):
     run.mkdir(parents=True)
     Path(small).rename(run / "step-000001")
     assert not is_toy(str(tmp_path / "run"))
+
+
+@pytest.mark.parametrize(("rate", "part"), [("1e-8", "30,000"), ("2e-6", "150"), ("1e-5", "")])
+def test_a_rate_that_hardly_moves_a_policy_is_a_warning(rate, part):
+    _, lines = fitted(parse(["--learning-rate", rate]))
+    told = [line for line in lines if "a policy may hardly change" in line]
+    assert len(told) == bool(part)
+    if part:
+        says(told[0], f"warning: learning_rate {float(rate):g} is 1/{part} of what suits a tiny")
