@@ -265,11 +265,14 @@ def refuse_changes(config: Config, state: Mapping[str, Any], name: str) -> list[
     """Raise UserError if a changed setting affects results; with `override`, return a note."""
     old = state["config"]
     new = config.model_dump(mode="json")
+    usual = Config().model_dump(mode="json")
     # What a file contains counts, not its place, where the checkpoint has the hash.
     harmless = HARMLESS | ({"chat_template"} if TEMPLATE in state.get("made_of", {}) else set())
     changes = []
     for section, key in SETTINGS:
-        before = old.get(section, {}).get(key)
+        before = old.get(section, {}).get(
+            key, usual[section][key]
+        )  # it may be of before the setting
         now = new[section][key]
         setting = full_name(section, key)
         if before != now and setting not in harmless:

@@ -202,6 +202,9 @@ class CurriculumSettings(Section):
     family_shares: dict[str, dict[str, Share]] = field(
         {}, "shares of the draws, by domain and task family: {bank: {loan: 0.3}}"
     )
+    even_branches: bool = field(
+        False, "draw the branches of each task family equally often, as far as a step holds them"
+    )
     difficulties: list[Difficulty] = field([], "parts of each stage, such as easy,medium,hard")
     stage_weights: Weights = field({}, "weights of stages, which share max_steps; missing: 1")
     stage_steps: dict[str, PositiveInt] = field({}, "numbers of steps; other stages share the rest")

@@ -241,20 +241,40 @@ class TaskMixture(Sequence[Task]):
     A family with the share 0 is never drawn. In each pass over a family, each of the family's tasks
     is drawn once, in a random order. No step holds a task twice, so a step never has more groups of
     a family than the family has tasks; later steps make up for these groups as far as they can.
+
+    With `even_branches`, each branch of a family, `FAMILY/BRANCH`, counts as a family here, and the
+    branches of a family have equal shares.
     """
 
-    def __init__(self, tasks: Source, named: Mapping[str, float]) -> None:
+    def __init__(
+        self, tasks: Source, named: Mapping[str, float], even_branches: bool = False
+    ) -> None:
         self._tasks = tasks
+        self._even_branches = even_branches
         self.indices: dict[str, array[int]] = {}  # by family
+        counts = Counter[str]()  # of the tasks of families
+        parts: dict[str, set[str]] = {}  # of families: themselves, or their branches
         for index, task in enumerate(tasks):
-            self.indices.setdefault(task.family, array("Q")).append(index)
-        named = {family: share for family, share in named.items() if family in self.indices}
-        others = {f: len(of) for f, of in self.indices.items() if f not in named}
+            self.indices.setdefault(self.part_of(task), array("Q")).append(index)
+            counts[task.family] += 1
+            parts.setdefault(task.family, set()).add(self.part_of(task))
+        self.families = {*counts}
+        named = {family: share for family, share in named.items() if family in counts}
+        others = {f: n for f, n in counts.items() if f not in named}
         rest = max(0.0, round(1 - sum(named.values()), ndigits=9))
         shares = {**named, **{f: rest * n / sum(others.values()) for f, n in others.items()}}
         total = sum(shares.values())  # not 1 if a named family has no tasks here
-        self.shares = {family: share / total for family, share in shares.items() if share}
+        self.shares = {
+            part: share / total / len(parts[family])
+            for family, share in shares.items()
+            if share
+            for part in sorted(parts[family])
+        }
         self._steps: dict[tuple[int | str, ...], tuple[list[list[int]], Iterator[list[int]]]] = {}
+
+    def part_of(self, task: Task) -> str:
+        """Return the family of a task, or its branch where branches are even."""
+        return f"{task.family}/{task.branch}" if self._even_branches else task.family
 
     def __len__(self) -> int:
         return len(self._tasks)
@@ -303,7 +323,7 @@ def num_drawn(source: Source) -> int:
 
 def kind_of(source: Source, task: Task) -> tuple[str, ...]:
     """Return the task's domain and, if the families of `source` have shares, also the family."""
-    return (task.domain, *([task.family] if isinstance(source, TaskMixture) else []))
+    return (task.domain, *([source.part_of(task)] if isinstance(source, TaskMixture) else []))
 
 
 def indices_of(source: Source, kind: tuple[str, ...]) -> Sequence[int]:
@@ -312,15 +332,21 @@ def indices_of(source: Source, kind: tuple[str, ...]) -> Sequence[int]:
 
 
 def mixtures(
-    domain: str, sources: Mapping[str, Source], shares: Mapping[str, float], is_strict: bool = True
+    domain: str,
+    sources: Mapping[str, Source],
+    shares: Mapping[str, float],
+    is_strict: bool = True,
+    even_branches: bool = False,
 ) -> tuple[dict[str, TaskMixture], list[str]]:
     """Return the sources of a domain as mixtures, and notes about families without tasks.
 
     The keys of `sources` stand in messages. If `is_strict`, raises UserError for shares that do not
     fit the tasks. Else, shares of families that the tasks do not have make no mixture.
     """
-    made = {name: TaskMixture(tasks, shares) for name, tasks in sources.items()}
-    families = sorted({family for mixture in made.values() for family in mixture.indices})
+    made = {name: TaskMixture(tasks, shares, even_branches) for name, tasks in sources.items()}
+    families = sorted({family for mixture in made.values() for family in mixture.families})
+    if even_branches and not shares:
+        return made, []
     where = f"family_shares: {domain}"
     known = ", ".join(families)
     missing = [family for family in shares if family not in families]
@@ -328,7 +354,8 @@ def mixtures(
         hint = f"families of the training tasks are {shown(known)}"
         raise UserError(f"{where}: got {shown(missing[0])}, which has no tasks; {hint}")
     if len(missing) == len(shares):
-        return {}, [f"{where}: no task has the family {' or '.join(shares)}, so all count alike"]
+        made = made if even_branches else {}
+        return made, [f"{where}: no task has the family {' or '.join(shares)}, so all count alike"]
     total = sum(shares.values())
     if is_strict and shares.keys() == {*families} and total < 1 - TINY:
         given = f"got shares of all families with the sum {total:g}"
@@ -337,7 +364,7 @@ def mixtures(
     for name, mixture in made.items():
         if not mixture.shares:
             raise UserError(f"{where}: all tasks ({name}) have the share 0; give a family more")
-        if without := [family for family in shares if family not in mixture.indices]:
+        if without := [family for family in shares if family not in mixture.families]:
             what = f"the tasks ({name}) have none of {', '.join(without)}"
             notes.append(f"{where}: {what}; the other families get the share")
     return made, notes

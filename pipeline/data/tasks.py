@@ -52,7 +52,7 @@ class Task:
     prompt: tuple[Message, ...]  # first the rules for the assistant, last the customer's request
     payload: str  # JSON text for the environment
     family: str = ""
-    branch: str = ""  # name of the task's correct decision, for reports
+    branch: str = ""  # name of the task's correct decision, for reports and `even_branches`
     columns: str = "{}"  # JSON object of the row's further keys
     is_text: bool = False  # True if the row's prompt is a text, not a list of messages
 

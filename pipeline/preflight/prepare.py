@@ -258,16 +258,21 @@ def _graded(config: Config, domains: Mapping[str, Domain]) -> Graded:
 def _mix_families(
     config: Config, domains: Mapping[str, Domain], train: dict[str, Sequence[Task]], graded: Graded
 ) -> list[str]:
-    """Replace the tasks of domains whose families have shares by mixtures, and return notes."""
+    """Replace tasks of domains by mixtures where shares or branches count, and return notes."""
     notes = list[str]()
     for name, domain in domains.items():
         given = config.curriculum.family_shares
-        if shares := given.get(name, domain.family_shares):
+        shares = given.get(name, domain.family_shares)
+        is_even = config.curriculum.even_branches
+        if is_even and not any(task.branch for task in train[name]):
+            notes.append(f"even_branches: {name}: no task names a branch, so it has no effect")
+            is_even = False
+        if shares or is_even:
             found = {n: tasks for (d, n), tasks in graded.items() if d == name}
             # A recipe's shares are of many generated tasks. Others may take their place.
             are_many = config.data.num_train_tasks >= FEW and name in config.generated_domains
             is_strict = name in given and (name in config.data.own_domains or are_many)
-            made, said = mixtures(name, found or {"train": train[name]}, shares, is_strict)
+            made, said = mixtures(name, found or {"train": train[name]}, shares, is_strict, is_even)
             notes += said
             if made:
                 graded |= {(name, difficulty): made[difficulty] for difficulty in found}

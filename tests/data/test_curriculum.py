@@ -222,6 +222,46 @@ def test_a_stage_draws_and_replaces_by_family():
         assert first.key not in {task.key for task in found}
 
 
+def of_branches(**counts):
+    """Tasks of telecom by family and branch, such as `loan_grant=9`."""
+    return [
+        make_task(f"{name}-{n}", family=family, branch=branch, domain="telecom")
+        for name, count in counts.items()
+        for family, branch in [name.split("_")]
+        for n in range(count)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("shares", "tasks", "each_step"),
+    [
+        ({}, {"_gold": 90, "_silver": 30, "_basic": 5}, {"": (2, 3)}),
+        ({"a": 0.5}, {"a_x": 40, "a_y": 8, "b_x": 9, "b_y": 90}, {"a": (2, 2), "b": (2, 2)}),
+        ({"a": 1}, {"a_x": 40, "a_y": 8, "b_x": 9}, {"a": (4, 4), "b": (0, 0)}),
+    ],
+    ids=["no families", "two families", "one left out"],
+)
+def test_each_step_has_each_branch_of_a_family_equally_often(shares, tasks, each_step):
+    made = of_branches(**tasks)
+    mixture = TaskMixture(made, shares, even_branches=True)
+    for step in range(40):
+        found = mixture.draw(8, step, 1, "order")
+        assert len({task.id for task in found}) == 8
+        counts = Counter((task.family, task.branch) for task in found)
+        for task in made:
+            least, most = each_step[task.family]
+            assert least <= counts[task.family, task.branch] <= most
+    assert TaskMixture(made, {}).shares.keys() == {task.family for task in made}  # as before
+
+
+def test_a_replacement_has_the_branch_of_the_replaced_task():
+    mixture = TaskMixture(of_branches(a_x=9, a_y=9, b_x=9), {}, even_branches=True)
+    replaced = mixture.draw(3, 0, 1)
+    found = replacement_tasks(replaced, {t.key for t in replaced}, {"telecom": mixture}, 1)
+    branches = [sorted((t.family, t.branch) for t in tasks) for tasks in (replaced, found)]
+    assert branches[0] == branches[1] == [("a", "x"), ("a", "y"), ("b", "x")]
+
+
 @pytest.mark.parametrize(
     ("shares", "words"),
     [

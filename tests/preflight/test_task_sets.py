@@ -437,6 +437,18 @@ def test_a_recipes_shares_of_families_count_for_the_tasks_that_it_generates(plac
     assert plain.train["airline"].shares == {"bags": 0.25, "cancel": 0.25, "move": 0.5}
 
 
+def test_branches_are_drawn_evenly_where_tasks_name_them(place):
+    flags = ["--domains", "airline", "--warm-start-steps", "0", "--tasks-per-step", "4"]
+    parts = prepare(parse([*flags, "--even-branches"]))
+    shares = parts.train["airline"].shares
+    assert sum(of for name, of in shares.items() if name.startswith("move/")) == pytest.approx(0.5)
+    assert len({round(of, 9) for name, of in shares.items() if name.startswith("move/")}) == 1
+    source = lines(place / "sums.jsonl", rows(9))
+    parts = prepare(limited(source).changed("curriculum", even_branches=True))
+    assert "even_branches: sums: no task names a branch, so it has no effect" in parts.notes
+    assert not isinstance(parts.train["sums"], TaskMixture)
+
+
 def test_rows_that_are_alike_are_tasks_by_their_ids_where_an_environment_makes_them(place):
     """As TRL's games have them: one prompt a thousand times, and a `reset` that draws."""
     (place / "game.py").write_text(
