@@ -22,6 +22,7 @@ from pipeline.checkpoints.run_folder import (
     prune,
     put_aside,
     read_state,
+    refuse_changes,
     write_manifest,
 )
 from pipeline.config.settings import Config, ModelSettings, RunSettings
@@ -520,3 +521,13 @@ def test_a_model_folder_of_someone_else_has_no_origin(tmp_path):
     for content in ("{", "[]", "3"):
         (folder / "state.json").write_text(content)
         assert origin_of_model(Config.model_validate(evaluates)) == {}
+
+
+def test_a_checkpoint_of_before_a_setting_existed_resumes_with_its_default():
+    config = Config()
+    before = config.model_dump(mode="json")
+    del before["evaluation"]["eval_greedy"], before["curriculum"]["even_branches"]
+    assert refuse_changes(config, {"config": before}, "step-000001") == []
+    changed = config.changed("curriculum", even_branches=True)
+    with pytest.raises(UserError, match=r"settings \(even_branches false -> true\); resume with"):
+        refuse_changes(changed, {"config": before}, "step-000001")
