@@ -58,5 +58,8 @@ flag_if_set --max-steps "$MAX_STEPS"
 flag_if_set --seed "$SEED"
 flag_if_set --output-dir "$OUTPUT_DIR"
 
+# Another terminal, in which .venv is not active, can copy the commands that the run prints.
+PIPELINE_STARTED_AS="$(printf %q "$VENV")/bin/three-domain-grpo"
+export PIPELINE_STARTED_AS
 say "pipeline/run.py ${flags[*]} $*"
 exec "$VENV/bin/python" "$ROOT/pipeline/run.py" "${flags[@]}" "$@"

@@ -15,6 +15,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Literal, NamedTuple
 
+from pipeline.distributed.main_memory import main_memory, refuse_too_many
 from pipeline.errors import INTERRUPTED, SHUTDOWN_TIMEOUT, STARTED_BY_US, UserError
 from pipeline.files.console import command, importing
 from pipeline.files.layout import shipped
@@ -37,7 +38,8 @@ class World(NamedTuple):
 def resolve(num_gpus: int | None) -> World:
     """Return the World of `num_gpus` ranks, or of the launched ranks if `num_gpus` is None.
 
-    Raises UserError if a launcher started ranks, but not `num_gpus`, or if GPUs are too few.
+    Raises UserError if a launcher started ranks, but not `num_gpus`, if GPUs are too few, or if
+    main memory is too small for so many ranks on CPU.
     """
     num_launched = _num_launched()
     num_ranks = num_gpus or num_launched
@@ -57,6 +59,9 @@ def resolve(num_gpus: int | None) -> World:
             f"--num-gpus: got {num_here} ranks for this node, but {gpus} visible; "
             f"use: {_with_ranks(num_visible)}, or set ACCELERATE_USE_CPU=true for ranks on CPU"
         )
+    if not num_visible:
+        has, free = main_memory()
+        refuse_too_many(num_here, has if is_launched else free)  # launched ranks take their part
     rank = _integer("RANK", 0) if is_launched else 0
     return World(num_ranks, rank, "cuda" if num_visible else "cpu", num_launched, num_nodes)
 

@@ -3,13 +3,12 @@
 import ctypes
 import gc
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 
 from pipeline.config.settings import Config
+from pipeline.distributed.main_memory import main_memory
 from pipeline.models.capabilities import attention_size, widest
 from pipeline.models.loading import dtype_of, on_gpu
 
@@ -73,11 +72,7 @@ def memory_of_rank(num_ranks: int = RANKS_OF_A_MACHINE) -> float:
     if on_gpu():
         devices = range(torch.cuda.device_count())
         return float(min(torch.cuda.get_device_properties(i).total_memory for i in devices))
-    total = psutil.virtual_memory().total
-    limit = Path("/sys/fs/cgroup/memory.max")
-    if limit.is_file() and limit.read_text().strip().isdigit():
-        total = min(total, int(limit.read_text()))
-    return float(total) / num_ranks
+    return float(main_memory()[0]) / num_ranks
 
 
 def token_budget(config: Config, model: Any, memory: float) -> int:

@@ -12,6 +12,7 @@ from typing import Any
 from pipeline.checkpoints.run_folder import check_folder, folder_of
 from pipeline.config.rules import left_out
 from pipeline.config.settings import Config
+from pipeline.distributed.main_memory import main_memory, refuse_too_many
 from pipeline.errors import UserError
 from pipeline.files.console import say
 from pipeline.files.untrusted import printable
@@ -50,8 +51,8 @@ def main(config: Config, *, measures: bool = False) -> int:
     """Check a recipe and print its plan. Writes no files.
 
     Raises UserError for what a run would refuse. A recipe for more GPUs than this machine has is
-    a recipe for another machine, so memory and disk of this machine do not count. If `measures`,
-    the longest group is played where that is possible, which loads the weights.
+    a recipe for another machine: its GPUs' memory counts, and the disk here does not. If
+    `measures`, the longest group is played where that is possible, which loads the weights.
     """
     check_folder(config)
     config, chosen = fitted(config)
@@ -79,7 +80,9 @@ def main(config: Config, *, measures: bool = False) -> int:
     print("\n".join([*lines, *_plan(config, parts), "", *memory.table()]), flush=True)
     if memory.is_here:
         refuse_full_disk(memory)
-        memory.refuse_lack()
+    memory.refuse_lack()
+    if not memory.has_gpu:
+        refuse_too_many(memory.num_ranks, main_memory()[1])
     if measures:
         from pipeline.preflight.measure import measured  # whose imports take a second
 

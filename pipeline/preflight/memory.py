@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from pipeline.config.settings import SINGLE_TURN, Config
+from pipeline.distributed.main_memory import PROCESS
 from pipeline.errors import UserError
 from pipeline.grpo.token_logprobs import LOGITS_PER_CHUNK
 from pipeline.models import lora
@@ -27,7 +28,6 @@ ELSEWHERE = 80e9  # bytes of a GPU, for a recipe for another machine
 WIDER = 1.5
 LONGEST = 1 << 20  # tokens of an episode up to which `bounds` tries
 CUDA = 1.5 * GIB  # for the driver's context, libraries and NCCL; an allowance, not measured
-PROCESS = 0.6 * GIB  # of Python and the libraries in main memory; measured on CPUs
 FOR_GPUS = 2e9  # weights from which on a run of several ranks is for GPUs
 CACHE = "key-value cache"
 ACTIVATIONS = "activations of a micro-batch"
@@ -159,7 +159,8 @@ class Memory:
                 f"memory: each rank needs {need / GIB:.1f} GiB ({terms}; of cache and activations "
                 f"the larger) and has {self.have / GIB:.1f}; lower max_tokens or "
                 "max_tokens_per_microbatch, set use_peft or shard full, or take a smaller "
-                "model or larger GPUs"
+                f"model or {'larger GPUs' if self.has_gpu else 'fewer ranks'}"
+                f"{'' if self.is_here or self.has_gpu else '; for GPUs, give mixed_precision bf16'}"
             )
 
     def table(self) -> list[str]:

@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
+from shlex import quote
 from statistics import median
 from typing import Any
 
@@ -116,7 +117,7 @@ def episodes_of(name: str, num_episodes: int, ranks: Ranks) -> Iterator[Callable
 
 def say_start(opened: Opened, step: int, config: Config, stages: Sequence[Stage]) -> None:
     """Print the run folder, the step from which the run resumes, and unusual settings."""
-    watch = f"watch it: {command('watch')} {opened.folder}"
+    watch = f"watch it: {command('watch')} {quote(str(opened.folder.resolve()))}"
     notes = [f"run folder: {opened.folder} ({watch})", *opened.notes]
     if opened.checkpoint is not None:
         notes.append(f"resuming from {opened.checkpoint.name}: {step} steps done")

@@ -23,7 +23,7 @@ import pytest
 from accelerate.commands.config.config_args import load_config_from_file
 
 from pipeline import run
-from pipeline.distributed import launch
+from pipeline.distributed import launch, main_memory
 from pipeline.distributed.launch import World, resolve
 from scripts.proofs.ranks import FORKSERVER, free_port, play_ranks
 from tests.support import ROOT
@@ -34,6 +34,7 @@ pytestmark = pytest.mark.whole_run
 RUN = str(ROOT / "pipeline" / "run.py")
 CONFIGS = ROOT / "accelerate_configs"
 ACCELERATE = [sys.executable, "-m", "accelerate.commands.launch"]
+GIB = 1 << 30
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 
 SHORT_TRAINING = """
@@ -149,6 +150,7 @@ def gpus(monkeypatch):
     for name in list(os.environ):
         if name in launched(0, 1, 1) or name.startswith("ACCELERATE_"):
             monkeypatch.delenv(name)
+    monkeypatch.setattr(launch, "main_memory", lambda: (24 * GIB, 24 * GIB))
 
     def see(visible: int, **variables: str) -> None:
         monkeypatch.setattr(launch, "visible_gpus", lambda: visible)
@@ -229,6 +231,62 @@ NO_ROOM = ("use: python pipeline/run.py --num-gpus", "ACCELERATE_USE_CPU=true")
 def test_a_world_that_cannot_be_is_refused_in_one_line(gpus, num_gpus, visible, variables, words):
     gpus(visible, **variables)
     says(refusal(resolve, num_gpus), *words)
+
+
+@pytest.mark.parametrize(
+    ("num_gpus", "variables", "most"),
+    [
+        (64, {}, 30),
+        (31, {}, 30),
+        (128, machine(1), 30),
+        (None, launched(3, 64, 64), 40),  # they already run, so what is free is less than they have
+        (None, launched(3, 128, 64), 40),
+    ],
+)
+def test_ranks_that_main_memory_cannot_hold_are_refused(
+    gpus, monkeypatch, num_gpus, variables, most
+):
+    monkeypatch.setattr(launch, "main_memory", lambda: (24 * GIB, 18 * GIB))
+    gpus(0, **variables)
+    says(refusal(resolve, num_gpus), "--num-gpus: got ", "on CPU", f"give --num-gpus {most}")
+
+
+@pytest.mark.parametrize("num_gpus", [2, 3, 4, 8, 30])
+def test_ranks_that_main_memory_can_hold_are_not(gpus, monkeypatch, num_gpus):
+    monkeypatch.setattr(launch, "main_memory", lambda: (24 * GIB, 18 * GIB))
+    gpus(0)
+    assert resolve(num_gpus).num_ranks == num_gpus
+
+
+@pytest.mark.parametrize(
+    ("groups", "files", "expected"),
+    [
+        ("0::/\n", {"memory.max": 8, "memory.current": 3, "memory.stat": 1}, (8, 6)),
+        ("0::/job/step\n", {"job/memory.max": 4, "job/memory.current": 1}, (4, 3)),
+        (
+            "4:memory:/docker/x\n0::/\n",  # seen from inside, it is the outermost
+            {"memory/memory.limit_in_bytes": 2, "memory/memory.usage_in_bytes": 1},
+            (2, 1),
+        ),
+        ("0::/\n", {"memory.max": 8}, (8, 8)),  # how much is taken cannot be read
+        ("0::/\n", {}, (24, 18)),
+        ("", {}, (24, 18)),
+    ],
+)
+def test_main_memory_is_what_control_groups_allow(tmp_path, monkeypatch, groups, files, expected):
+    for name, gib in files.items():
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"{gib * GIB}\n")
+        if path.name.startswith(("memory.current", "memory.usage")):
+            path.with_name("memory.stat").touch()
+    if "memory.stat" in files:
+        (tmp_path / "memory.stat").write_text(f"anon 5\ninactive_file {GIB}\n")
+    monkeypatch.setattr(main_memory, "CGROUPS", tmp_path)
+    here = types.SimpleNamespace(total=24 * GIB, available=18 * GIB)
+    monkeypatch.setattr(main_memory.psutil, "virtual_memory", lambda: here)
+    total, free = main_memory.main_memory(groups)
+    assert (total / GIB, free / GIB) == expected
 
 
 # The command line in this process
@@ -441,6 +499,7 @@ case "$1 $2" in
     "-m pip") [ ! -e fail ] || exit 1; [ ! -e slow ] || sleep 0.5 ;;
 esac
 echo "$@" >>calls
+echo "$PIPELINE_STARTED_AS" >started
 [ ! -e code ] || exit "$(cat code)"
 """
 
@@ -476,6 +535,8 @@ def test_run_ddp_installs_when_needed_and_passes_flags_and_code(tmp_path, monkey
     assert newer_pip.startswith("-m pip install") and newer_pip.endswith("--upgrade pip")
     assert re.match(r"-m pip install .*-c ROOT/constraints.txt -e ROOT$", installing)
     assert running == f"{entry} --model a/b --group-size 4 --beta 0.1"
+    console = str(checkout / ".venv" / "bin" / "three-domain-grpo")
+    assert Path("started").read_text() == f"{console.replace(' ', chr(92) + ' ')}\n"
     hint = "run_ddp.sh: no GPU: TORCH_INDEX_URL=https://download.pytorch.org/whl/cpu gives torch "
     assert said.count(f"{hint}without CUDA") == 1
     assert run_ddp() == [entry]

@@ -163,7 +163,8 @@ def test_a_run_says_where_its_ranks_are_and_how_to_watch_it(two_ranks: tuple[Pat
     posted = json.loads((folder / "ranks.json").read_text())
     assert [rank["rank"] for rank in posted["ranks"]] == [0, 1]
     assert (posted["is_over"], posted["why"]) == (True, "")
-    assert "run folder: out (watch it: python -m pipeline watch out)\n" in printed
+    watch = f"python -m pipeline watch {folder.resolve()}"  # for another terminal
+    assert f"run folder: out (watch it: {watch})\n" in printed
 
 
 def test_the_terminal_shows_progress_a_table_and_the_folder(two_ranks: tuple[Path, str]) -> None:

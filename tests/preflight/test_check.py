@@ -116,6 +116,19 @@ def test_a_shipped_recipe_for_a_hub_model_is_checked_without_the_hub(capsys):
     assert f"  so much fits: {bounds} max_tokens 8,192\n" in said
 
 
+@pytest.mark.parametrize("num_gpus", [1_000_000, 4_000_000])
+def test_a_run_that_would_be_refused_is_refused_by_the_check(num_gpus, capsys):
+    message = refusal(check.main, config(run={"num_gpus": num_gpus}))
+    says(message, "memory: each rank needs 0.", "has 0.0", "or fewer ranks")
+    assert "does not fit: a run would be refused\n" in capsys.readouterr().out
+
+
+def test_a_check_refuses_ranks_for_which_too_little_memory_is_free(monkeypatch):
+    monkeypatch.setattr(check, "main_memory", lambda: (24 * GIB, GIB))
+    message = refusal(check.main, config(run={"num_gpus": 2}))
+    says(message, "--num-gpus: got 2 ranks on CPU", "1.2 GiB", "1.0 GiB are", "--num-gpus 1")
+
+
 def test_an_unknown_hub_model_is_refused():
     message = refusal(check.main, config(model={"model": "nobody/nothing"}))
     says(message, "model: ", "'nobody/nothing'", "configuration cannot be loaded")
