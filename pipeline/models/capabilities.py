@@ -92,6 +92,16 @@ def widest(shape: Any, name: str) -> int:
     return max(getattr(layer, name, None) or 0 for layer in layers)
 
 
+def idle_weights(model: Any) -> int:
+    """Return how many weights of experts a token does not use; 0 without experts."""
+    shape = model.config.get_text_config()
+    names = ("num_local_experts", "num_experts", "n_routed_experts")
+    experts = max(widest(shape, name) for name in names)
+    used = widest(shape, "num_experts_per_tok")
+    size = sum(p.numel() for name, p in model.named_parameters() if ".experts." in name)
+    return size * (experts - used) // experts if used else 0
+
+
 def attention_size(shape: Any) -> int:
     """Return heads times head size; if layers differ, those of the largest attention."""
     heads = widest(shape, "num_attention_heads")

@@ -4,7 +4,9 @@ import os
 import random
 import resource
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -13,19 +15,28 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from pipeline.checkpoints.resume import load_start
 from pipeline.config.settings import Config
+from pipeline.data.curriculum import Stage
+from pipeline.data.rng import stream_key
 from pipeline.distributed.ranks import Ranks
 from pipeline.errors import UserError
+from pipeline.files.console import in_words
 from pipeline.files.untrusted import reason_of
 from pipeline.grpo.learner import Learner
 from pipeline.grpo.updater import Reference, Updater
 from pipeline.models import lora
 from pipeline.models.loading import dtype_of, uses_bf16
+from pipeline.models.rank_memory import cost_of_a_pair
 from pipeline.preflight.memory import GIB, Memory
 from pipeline.preflight.prepare import Prepared
+from pipeline.rollout.episode import RolloutRequest
 from pipeline.rollout.sampler import make_sampler
 from pipeline.rollout.trajectory import Trajectory
 
 LAST = 16  # tokens that are sampled at the end of each episode; those before are given
+SHORT = 512  # tokens of an episode, after the prompt, that says how long the longest group takes
+MOST_S = 600.0  # seconds of a group that is still played
+PLAYED = 64  # held-out tasks that are played to say how long evaluations take
+PLAYED_S = 60.0  # seconds after which this ends
 
 
 def measured(memory: Memory, parts: Prepared) -> Iterator[str]:
@@ -47,9 +58,18 @@ def measured(memory: Memory, parts: Prepared) -> Iterator[str]:
     yield "sampler and trainer compute the same log-probabilities"
     size = config.rollout.num_generations
     longest = memory.longest(config)
-    on_one = "" if config.grpo.shard == "none" else ", on one rank, which shards nothing"
-    yield f"\nmemory measured, in GiB, for a group of {size} episodes of {longest:,} tokens{on_one}"
+    group_of = f"a group of {size:,} episodes of {longest:,} tokens"
     try:
+        short = min(longest, len(prompt) + SHORT)
+        begun = time.monotonic()
+        play_longest(learner, prompt, short, 1)
+        seconds = time.monotonic() - begun
+        seconds *= size * tokens_of(learner.model, longest) / tokens_of(learner.model, short)
+        if seconds > MOST_S:
+            yield f"not measured: the rollout of {group_of} would take about {in_words(seconds)}"
+            return
+        on_one = "" if config.grpo.shard == "none" else ", on one rank, which shards nothing"
+        yield f"\nmemory measured, in GiB, for {group_of}{on_one}"
         begun = time.monotonic()
         group = play_longest(learner, prompt, longest, size)
         yield _row("its rollout", device, begun)
@@ -59,16 +79,79 @@ def measured(memory: Memory, parts: Prepared) -> Iterator[str]:
             updater = updater_of(learner, ranks, config)
             updater.update_policy(group, advantages, learning_rate=0.0)
             yield _row("its update", device, begun)
+        if not asks_endpoints(config):
+            yield from time_of_evaluations(learner, parts, config, memory.num_ranks)
     except (RuntimeError, MemoryError) as error:
         if "memory" not in str(error) and not isinstance(error, MemoryError):
             raise
         raise UserError(
-            f"memory: a group of {size} episodes of {longest:,} tokens does not fit "
-            f"({reason_of(error)}); lower max_tokens or num_generations, set "
-            "gradient_checkpointing or use_peft, or take a smaller model"
+            f"memory: {group_of} does not fit ({reason_of(error)}); lower max_tokens or "
+            "num_generations, set gradient_checkpointing or use_peft, or take a smaller model"
         ) from None
     finally:
         learner.close()
+
+
+def tokens_of(model: Any, longest: int) -> float:
+    """Return the tokens of an episode, with their attention as further tokens."""
+    return longest * (1 + cost_of_a_pair(model) * longest / 2)
+
+
+def asks_endpoints(config: Config) -> bool:
+    """Return whether episodes ask a customer or a judge, whose answers cost money."""
+    return config.customer.url is not None or config.judge.url is not None
+
+
+def num_evaluations(config: Config, stages: Sequence[Stage]) -> tuple[int, int]:
+    """Return how many evaluations on all held-out tasks, and how many validations a run has."""
+    if not config.grpo.use_grpo:
+        return 1, 0
+    every = config.evaluation.validation_steps
+    last = max((stage.last_step for stage in stages), default=0)
+    before = config.evaluation.eval_on_start + (config.warm_start.steps > 0)
+    before += config.rft.rft_rounds > 0
+    return before + len(stages), last // every if every else 0
+
+
+def time_of_evaluations(
+    learner: Learner, parts: Prepared, config: Config, num_ranks: int
+) -> Iterator[str]:
+    """Play held-out tasks for PLAYED_S seconds at most; yield how long the evaluations take."""
+    tasks = [task for of in parts.held_out.values() for task in of]
+    played = tasks[:: -(-len(tasks) // PLAYED)]
+    keys = [stream_key(config.run.seed, "check", *task.key) for task in played]
+    requests = [
+        RolloutRequest(task=t, trial=0, key=key) for t, key in zip(played, keys, strict=True)
+    ]
+    ended = list[int]()
+    begun = time.monotonic()
+
+    def stop_late(key: str) -> None:
+        if not key and time.monotonic() - begun > PLAYED_S:
+            raise TimeoutError
+
+    learner.rollout.on_progress = stop_late
+    with suppress(TimeoutError):
+        learner.rollout(requests, progress=ended.append)
+    each = (time.monotonic() - begun) / max(1, sum(ended)) / num_ranks
+    number, validations = num_evaluations(config, parts.stages)
+    size = len(tasks) * (config.evaluation.eval_trials + config.evaluation.eval_greedy)
+    of_validation = sum(map(len, parts.validation.values()))
+    said = f"{number} x {size:,} episodes in about {in_words(number * size * each)}"
+    if validations:
+        seconds = validations * of_validation * each
+        said += f", validations {validations} x {of_validation:,} in {in_words(seconds)}"
+    if config.grpo.use_grpo:
+        groups = sum(sum(s.groups.values()) * s.num_steps for s in parts.stages if not s.schedule)
+        groups += sum(
+            config.rollout.tasks_per_step * s.num_steps for s in parts.stages if s.schedule
+        )
+        episodes = groups * config.rollout.num_generations
+        said += f", the steps' rollouts {episodes:,} in {in_words(episodes * each)}"
+    yield (
+        f"\ntime: evaluations {said}; at the speed of {sum(ended)} held-out tasks, played by the "
+        "model as it is now; many at once go faster"
+    )
 
 
 def why_not(memory: Memory) -> str:

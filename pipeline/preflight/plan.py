@@ -11,8 +11,9 @@ from statistics import median
 from pipeline.config.settings import Config
 from pipeline.data.curriculum import tasks_of_step
 from pipeline.grpo.collect import play_groups
+from pipeline.models.capabilities import idle_weights
 from pipeline.models.layers import outer_layers
-from pipeline.preflight.measure import alone, updater_of, why_not
+from pipeline.preflight.measure import alone, asks_endpoints, updater_of, why_not
 from pipeline.preflight.memory import GIB, Memory
 from pipeline.preflight.prepare import Prepared
 
@@ -66,7 +67,7 @@ def _why_counted(memory: Memory) -> str:
     config = memory.config
     if config.run.plan_tflops is not None:
         return "counted"
-    if config.customer.url is not None or config.judge.url is not None:
+    if asks_endpoints(config):
         return "not measured, for answers of endpoints cost money"
     why = why_not(memory)
     return f"not measured ({why})" if why else ""
@@ -107,8 +108,8 @@ def flops(memory: Memory, num_ranks: int) -> float:
     """Return the FLOPs of a rank in a step, for episodes as long as the limits allow.
 
     For a token, a forward pass takes 2 per parameter, and a backward pass 2 per parameter and 2
-    per trained one; attention is left out. A group's prompt is sampled from once, and an update
-    computes all tokens of an episode.
+    per trained one; attention is left out, and so are the experts that a router does not choose.
+    A group's prompt is sampled from once, and an update computes all tokens of an episode.
     """
     config = memory.config
     grpo = config.grpo
@@ -117,9 +118,10 @@ def flops(memory: Memory, num_ranks: int) -> float:
     prompt = min(longest, max(memory.prompts.values(), default=0))
     sampled = episodes * (longest - prompt) + episodes / config.rollout.num_generations * prompt
     forwards = 1 + grpo.gradient_checkpointing + (grpo.beta > 0)
-    trained = 2.0 * (forwards + 1) * memory.num_weights + 2.0 * memory.num_trained
-    update = trained * episodes * longest * grpo.num_iterations
-    return 2.0 * memory.num_weights * sampled + update
+    active = memory.num_weights - idle_weights(memory.model)
+    trained = memory.num_trained if config.model.use_peft else active
+    update = (2.0 * (forwards + 1) * active + 2.0 * trained) * grpo.num_iterations
+    return 2.0 * active * sampled + update * episodes * longest
 
 
 def passes(memory: Memory) -> int:

@@ -255,15 +255,21 @@ def test_wrong_targets_of_adapters_are_refused_before_anything_runs():
     says(message, "lora_target_modules: got 'w_proj'", "give linear layers", "q_proj")
 
 
-def test_a_check_refuses_what_does_not_fit_here_unless_the_run_is_for_another_machine(capsys):
+def test_a_check_refuses_what_does_not_fit_on_a_rank_here_or_elsewhere(capsys):
     large = {"rollout": {"max_tokens": 10**9}}
     message = refusal(check.main, config(**large))
     assert re.match(r"memory: each rank needs \d+\.\d GiB \(CUDA or Python, and lib", message)
     assert re.search(r" \+ key-value cache \d+\.\d ", message)
     assert re.search(r"larger\) and has \d+\.\d; lower max_tokens or ", message)
     assert "does not fit" in capsys.readouterr().out
-    assert check.main(config(**large, run={"num_gpus": 4096})) == 0
-    assert "does not fit" in capsys.readouterr().out
+    for half in ({}, {"mixed_precision": "bf16"}):  # processors here, GPUs elsewhere
+        there = config(**large, model=half, run={"num_gpus": 4096})
+        says(
+            refusal(check.main, there),
+            "memory: each rank needs",
+            "larger GPUs" if half else "fewer ranks",
+        )
+        assert "does not fit: a run would be refused" in capsys.readouterr().out
 
 
 def test_a_run_for_this_machines_processors_counts_no_gpu(monkeypatch):

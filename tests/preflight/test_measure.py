@@ -56,6 +56,35 @@ def test_what_cannot_be_measured_says_why(flags, variables, why, monkeypatch):
     assert line.startswith(f"not measured: {why}")
 
 
+@pytest.mark.parametrize("flags", [("--num-generations", "1000000"), ("--max-tokens", "80000")])
+def test_a_group_that_would_take_hours_is_not_played(flags, capsys):
+    assert check.main(parse([*TINY, *flags]), measures=True) == 0
+    (line,) = re.findall(r"not measured: the rollout of a group of .*", capsys.readouterr().out)
+    says(line, "1,000,000 episodes" if "1000000" in flags else "80,000 tokens", "would take about")
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        (
+            (),
+            "evaluations 3 x 9 episodes in ",
+        ),  # the start, the warm start and a stage; greedy, too
+        (("--no-grpo",), "evaluations 1 x 9 episodes in "),
+        (("--warm-start-steps", "0", "--eval-trials", "9"), "evaluations 2 x 30 episodes in "),
+        (("--no-eval-on-start", "--no-eval-greedy"), "evaluations 2 x 6 episodes in "),
+    ],
+)
+def test_the_time_of_evaluations_is_told(flags, told, capsys):
+    few = ["--eval-tasks-per-domain", "3", "--validation-tasks", "2", "--max-steps", "50"]
+    assert check.main(parse([*TINY, *few, *flags]), measures=True) == 0
+    said = capsys.readouterr().out
+    assert told in said
+    trained = "validations 2 x 2 in " in said and "rollouts 4,800 in " in said
+    assert trained == ("--no-grpo" not in flags)
+    assert "at the speed of 3 held-out tasks" in said
+
+
 def test_a_group_that_does_not_fit_is_refused_in_one_line(monkeypatch, capsys):
     def fails(*_):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")

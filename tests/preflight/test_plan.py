@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from pipeline.config.cli import parse
 from pipeline.config.rules import left_out
@@ -93,6 +94,27 @@ def test_the_flops_of_a_step(flags, of_update):
     there = memory(2, "none", *flags)
     there.prompts = {"airline": 20}
     assert plan.flops(there, 2) == 2 * 4 * 96 * of_update + 2 * (4 * 76 + 20) * 2 * WEIGHTS
+
+
+def mixture(**shape):
+    """The shape of Qwen3-30B-A3B, which has 30.5 billion weights, of which a token uses 3.4."""
+    shape = {"num_experts": 128, "num_experts_per_tok": 8, **shape}
+    shape |= {"hidden_size": 2048, "num_hidden_layers": 48, "moe_intermediate_size": 768}
+    shape |= {"num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128}
+    shape = AutoConfig.for_model("qwen3_moe", vocab_size=151_936, **shape)
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(shape)
+
+
+@pytest.mark.parametrize(
+    ("shape", "active"), [({}, 3_353_032_704), ({"num_experts_per_tok": 128}, 30_532_122_624)]
+)
+def test_only_the_experts_that_a_token_uses_compute(shape, active, monkeypatch):
+    monkeypatch.setattr("pipeline.preflight.memory.empty_model", lambda *_: mixture(**shape))
+    there = memory(2, "none")
+    there.prompts = {"airline": 20}
+    assert plan.flops(there, 2) == (2 * 4 * 96 * 6 + 2 * (4 * 76 + 20) * 2) * active
+    assert plan.bytes_sent(there) == 4 * 30_532_122_624  # all of them have gradients
 
 
 @pytest.mark.parametrize(
