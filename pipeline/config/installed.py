@@ -5,7 +5,8 @@ An entry point names an environment as the setting `environments` does. It becom
 folder and a resumed run treat the domain as one that the user has named.
 """
 
-from importlib.metadata import EntryPoints, entry_points
+from contextlib import suppress
+from importlib.metadata import EntryPoint, EntryPoints, entry_points
 
 from pipeline.config.settings import Config
 from pipeline.errors import UserError
@@ -14,6 +15,25 @@ from pipeline.errors import UserError
 def installed_domains() -> EntryPoints:
     """Return the entry points of all installed packages' domains. No package is imported."""
     return entry_points(group="three_domain_grpo.domains")
+
+
+def package_of(name: str, factory: str) -> str:
+    """Return the installed package whose domain `name` is `factory`, or ""."""
+    points = installed_domains().select(name=name)
+    return next((_package(point) for point in points if _factory(point) == factory), "")
+
+
+def _package(point: EntryPoint) -> str:
+    """Return the name of an entry point's package, or the entry's value if METADATA is missing."""
+    with suppress(Exception):  # Python's versions differ in what they raise
+        if point.dist and point.dist.metadata["Name"]:
+            return str(point.dist.metadata["Name"])
+    return point.value
+
+
+def _factory(point: EntryPoint) -> str:
+    """Return an entry point's value without `[extras]` and spaces."""
+    return "".join(point.value.partition("[")[0].split())
 
 
 def with_installed(config: Config) -> Config:
@@ -28,7 +48,7 @@ def with_installed(config: Config) -> Config:
     environments = dict(data.environments)
     for name in data.domains:
         found = installed.select(name=name)
-        claims = {point.dist.name: point.value for point in found if point.dist}
+        claims = {_package(point): _factory(point) for point in found}
         if not claims or name in data.environments:
             continue
         packages = " and ".join(sorted(claims))
@@ -42,7 +62,5 @@ def with_installed(config: Config) -> Config:
                 f"domains: got {name}, claimed by {packages}; uninstall one, or give environments "
                 f"{{{name}: module:Class}}"
             )
-        (value,) = claims.values()
-        # Without `[extras]` and spaces, which the value of an entry point may have.
-        environments[name] = "".join(value.partition("[")[0].split())
+        (environments[name],) = claims.values()
     return config.changed("data", environments=environments)

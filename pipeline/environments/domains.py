@@ -23,6 +23,7 @@ from functools import partial
 from itertools import islice
 from typing import Any, TypeAlias
 
+from pipeline.config.installed import package_of
 from pipeline.config.settings import Config
 from pipeline.data.curriculum import TINY
 from pipeline.data.rows import row_problem
@@ -125,7 +126,9 @@ def imported(where: str, target: str) -> tuple[Any, Any]:
 def _load(name: str, config: Config) -> Domain:
     setting = config.factories[name]
     needs_reward = not config.data.reward_funcs
-    where = f"environments: {name}: got {setting.factory!r}"
+    package = package_of(name, setting.factory)
+    origin = f" of the installed package {package}" if package else ""
+    where = f"environments: {name}{origin}: got {setting.factory!r}"
     module, factory = imported(where, setting.factory)
     environment = _class_of(where, factory, setting.arguments)
     if issubclass(environment, Domain):  # the factory is a function that returns a Domain

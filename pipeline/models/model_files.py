@@ -22,7 +22,8 @@ def problem_of_name(name: str) -> str:
         if not has_config:
             return "a folder without config.json"
         link = link_out_of(name, ("", "additional_chat_templates"))
-        return f"{shown(link)} is a link that leads out of it" if link else ""
+        rule = "links may lead only inside of it, so copy what they lead to: cp -rL FOLDER COPY"
+        return f"{shown(link)} is a link that leads out of it; {rule}" if link else ""
     if name.endswith(".gguf") and os.path.isfile(name):
         return "a GGUF file"
     if os.path.lexists(name):

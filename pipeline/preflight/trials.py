@@ -319,22 +319,26 @@ def _judge_of(
 
 
 def _try(functions: Sequence[RewardFunction], domain: Domain, task: Task, config: Config) -> None:
-    """Call reward functions with an empty answer. Raises UserError if a function fails."""
+    """Call reward functions with one and with two empty answers. Raises UserError if one fails."""
     seconds = config.rollout.call_timeout
-    messages = [*map(dict, task.prompt), {"role": "assistant", "content": ""}]
-    trajectory = Trajectory(domain=task.domain, task_id=task.id, messages=messages)
-    try:
-        with RandomState(task):
-            start = partial(run_here, started, domain.environment, task.row())
-            made = guarded("reset", seconds, start)
-    except EnvironmentFault as fault:
-        raise UserError(
-            f"{domain.name}: reset failed on task {shown(task.id)}: {one_line(str(fault))}; mend "
-            "the environment or the task"
-        ) from None
-    RewardFunctions(functions, seconds)([Completion(task, made.environment, trajectory)])
-    if any(function.name not in trajectory.rewards for function in functions):
-        raise UserError(
-            f"reward_funcs: an empty answer to task {shown(task.id)} of {domain.name}: "
-            f"{one_line(trajectory.error)}; mend the function"
-        )
+    for count in (1, 2):
+        answers = list[Completion]()
+        for _ in range(count):
+            messages = [*map(dict, task.prompt), {"role": "assistant", "content": ""}]
+            trajectory = Trajectory(domain=task.domain, task_id=task.id, messages=messages)
+            try:
+                with RandomState(task):
+                    start = partial(run_here, started, domain.environment, task.row())
+                    made = guarded("reset", seconds, start)
+            except EnvironmentFault as fault:
+                raise UserError(
+                    f"{domain.name}: reset failed on task {shown(task.id)}: "
+                    f"{one_line(str(fault))}; mend the environment or the task"
+                ) from None
+            answers.append(Completion(task, made.environment, trajectory))
+        RewardFunctions(functions, seconds)(answers)
+        if any(function.name not in trajectory.rewards for function in functions):
+            raise UserError(
+                f"reward_funcs: {count} empty answer(s) to task {shown(task.id)} of "
+                f"{domain.name}: {one_line(trajectory.error)}; mend the function"
+            )

@@ -591,7 +591,11 @@ MODELS = [
     ),
     ("a linked tokenizer", linked("tokenizer.json"), ("'tokenizer.json' is a link that leads",)),
     ("linked weights", linked("model.safetensors"), ("'model.safetensors' is a link that leads",)),
-    ("linked settings", linked("config.json"), ("'config.json' is a link that leads",)),
+    (
+        "linked settings",
+        linked("config.json"),
+        ("'config.json' is a link that leads", "links may lead only inside", "cp -rL FOLDER COPY"),
+    ),
     (
         "linked templates",
         linked("additional_chat_templates"),

@@ -95,6 +95,12 @@ def test_a_package_that_pip_has_removed_by_half_is_no_second_one(install, tmp_pa
     assert environments("mine") == {"mine": "mine_pkg:Mine"}
 
 
+def test_a_package_without_metadata_is_named_by_its_entry_point(install, tmp_path):
+    install("mine_pkg", "mine = mine_pkg:Mine")
+    (tmp_path / "mine_pkg-1.0.dist-info" / "METADATA").unlink()
+    assert environments("mine") == {"mine": "mine_pkg:Mine"}
+
+
 def test_a_package_that_claims_an_embedded_name_is_refused_if_it_is_asked_for(install):
     install("mine_pkg", "airline = mine_pkg:Mine")
     assert environments("retail") == {}
@@ -109,14 +115,21 @@ def test_a_package_that_claims_an_embedded_name_is_refused_if_it_is_asked_for(in
     [
         ("mixed = bad_pkg:Mine", CODE, ("environments: got mixed, which is taken; choose",)),
         ("mine = bad_pkg", CODE, ("environments: got mine: 'bad_pkg'; write module:Class",)),
-        ("mine = no_pkg:Mine", CODE, ("mine: got 'no_pkg:Mine' (No module named 'no_pkg'",)),
+        (
+            "mine = no_pkg:Mine",
+            CODE,
+            ("mine of the installed package bad_pkg: got 'no_pkg:Mine' (No module named 'no_pkg'",),
+        ),
         ("mine = bad_pkg:Other", CODE, ("bad_pkg.py has no attribute 'Other'); give an",)),
         ("mine = bad_pkg:Mine", "Mine = 7", ("got 'bad_pkg:Mine', which is 7; name a class or",)),
         ("mine = bad_pkg:Mine", "class Mine: ...", ("got 'bad_pkg:Mine', which has no reset();",)),
         (
             "mine = bad_pkg:Mine",
             "shelf = {}\nshelf['tea']",
-            ("fails on import (KeyError: 'tea' (bad_pkg.py, line 2: shelf['tea'])); mend it",),
+            (
+                "environments: mine of the installed package bad_pkg: got ",
+                "fails on import (KeyError: 'tea' (bad_pkg.py, line 2: shelf['tea'])); mend it",
+            ),
         ),
         (
             "mine = bad_pkg:Mine",

@@ -26,6 +26,7 @@ def correct(completions, answer, **kwargs): return [0.0 for _ in completions]
 def plain(completions, answer): return [0.0 for _ in completions]
 def typo(completions, anwser): return [0.0 for _ in completions]
 def first(completions, **kwargs): return [float(text[0] == "4") for text in completions]
+def single(completions, **kwargs): return [1.0]
 async def judged(completions, judge): raise RuntimeError("called before the run")
 def blocking(completions, judge): return [0.0 for _ in completions]
 async def judge(completions, **kwargs): raise RuntimeError("called before the run")
@@ -245,6 +246,7 @@ QUESTION = [{"question": f"{n} + 1", "answer": str(n + 1)} for n in range(9)]
         ),
         (rows(9), "typo", {}, ("typo", "no domain", "no anwser", "answer", "rename")),
         (rows(9), "first", {}, ("empty answer", "'0'", "function first", "IndexError", "mend")),
+        (rows(9), "single", {}, ("2 empty answer", "'0'", "single returned 1 rewards, not a list")),
         ([], "correct", {}, ("no tasks of sums", "one JSON object per line")),
         (rows(2), "correct", {}, ("holds 2 different tasks", "3 or more", "eval_tasks")),
         (rows(9, id="x"), "correct", {}, ("line 2", "'x'", "already used", "own id")),
