@@ -1,5 +1,6 @@
-"""An exit code, names of environment variables, and exceptions that end a run."""
+"""Exit codes, error numbers, names of environment variables, and exceptions that end a run."""
 
+import errno
 from collections.abc import Iterable
 from difflib import get_close_matches
 
@@ -9,6 +10,8 @@ STARTED_BY_US = "PIPELINE_STARTED_BY_US"
 SHUTDOWN_TIMEOUT = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
 # If gloo's error message contains one of these texts, another rank has ended or is late.
 LOST_CONNECTION = ("Connection closed by peer", "Connection reset by peer", "Timed out waiting")
+# Error numbers of a full disk, of a full quota, and of a file larger than allowed (`ulimit -f`).
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 INTERRUPTED = 75  # exit code of an interrupted run that can be resumed (EX_TEMPFAIL in sysexits.h)
 
 

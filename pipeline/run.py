@@ -5,6 +5,7 @@ one line of text; 75 interruption, with a checkpoint to resume from.
 """
 
 import atexit
+import errno
 import gc
 import os
 import sys
@@ -12,19 +13,20 @@ import sys
 if __name__ == "__main__":  # replace `pipeline/` on the import path by the repository root
     sys.path[0] = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
+import select
 import signal
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
 from pipeline.config import environment_variables
-from pipeline.errors import LOST_CONNECTION, STARTED_BY_US, CtrlC, RunError, UserError
+from pipeline.errors import FULL, LOST_CONNECTION, STARTED_BY_US, CtrlC, RunError, UserError
 from pipeline.files.console import importing
-from pipeline.files.untrusted import printable
+from pipeline.files.untrusted import one_line, printable, shown
 
 # Seconds that a rank waits before it prints an error that another rank may have printed. If the
 # other rank has ended, the launcher ends the waiting rank, so that only one rank prints.
@@ -39,19 +41,22 @@ def main(argv: list[str], *, entry: Path | None = None, **hooks: Any) -> int:
     `entry` is the script that starts a rank (default: this file). `hooks` are keyword
     arguments of `pipeline.train.main`.
     """
-    return guarded(lambda: _run(argv, entry, hooks))
+    return guarded(lambda: _run(argv, entry, hooks), argv)
 
 
-def guarded(call: Callable[[], int]) -> int:
-    """Return the exit code of `call`; print an exception as one line of text or as a traceback."""
+def guarded(call: Callable[[], int], argv: Sequence[str]) -> int:
+    """Return the exit code of `call`; print an exception as one line of text or as a traceback.
+
+    An OSError of a path that is in the command line `argv` is the user's mistake.
+    """
     is_main = os.environ.get("LOCAL_RANK", "0") == "0"
     try:
-        with _keyboard(), environment_variables.named():
+        with _keyboard(), environment_variables.named(), _flushed():
             return call()
     except (UserError, RunError) as error:
         if not is_main and not error.is_first:
             time.sleep(SILENT_S)  # most user and machine errors occur on every rank
-        print(f"error: {printable(str(error))}", file=sys.stderr, flush=True)
+        print(f"error: {one_line(str(error))}", file=sys.stderr, flush=True)
         if isinstance(error, UserError):
             _end_restarts()
         return error.exit_code
@@ -66,6 +71,8 @@ def guarded(call: Callable[[], int]) -> int:
             return int(error.exit_code)
         if isinstance(error, SystemExit) and not hasattr(error, "__notes__"):
             raise  # --help exits without a note; the watchdog adds a note to exits by user code
+        if isinstance(error, OSError) and (told := _told(error, argv)) is not None:
+            return told
         if any(text in str(error) for text in LOST_CONNECTION):
             time.sleep(SILENT_S)
         rank = os.environ.get("RANK")
@@ -73,6 +80,50 @@ def guarded(call: Callable[[], int]) -> int:
         # A single write keeps this traceback apart from the tracebacks of other ranks.
         sys.stderr.write(printable(heading + traceback.format_exc()))
         return 1
+
+
+@contextmanager
+def _flushed() -> Iterator[None]:
+    """At the end of this context, write what was printed, so that a closed pipe is noticed here."""
+    try:
+        yield
+    finally:
+        if sys.stdout is not None:
+            sys.stdout.flush()
+
+
+def _told(error: OSError, argv: Sequence[str]) -> int | None:
+    """Tell an error of the output, or of a path that the user gave; return the exit code or None.
+
+    The end of what reads the output, such as `head`, is no fault; only a run says that it ends.
+    """
+    if isinstance(error, BrokenPipeError) and _is_unread():
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # for what is still in Python's buffer
+        if "pipeline.train" in sys.modules:
+            print("error: what reads the output has ended, so the run ends", file=sys.stderr)
+        return 1
+    path = os.fspath(error.filename) if isinstance(error.filename, str | os.PathLike) else ""
+    given = [part for word in argv for part in (word, word.partition("=")[2]) if part]
+    if error.errno in FULL:
+        what = f"{path or 'the output'} cannot be written"
+        remedy = "make room, then do it again"
+    elif error.errno == errno.ENAMETOOLONG or (
+        "pipeline.train" not in sys.modules  # in a run, the traceback may be needed
+        and any(os.path.join(path, "").startswith(os.path.join(x, "")) for x in given)
+    ):
+        what = f"got {shown(path)}, which cannot be used"
+        remedy = "give another path"
+    else:
+        return None
+    print(f"error: {one_line(f'{what} ({error.strerror}); {remedy}')}", file=sys.stderr, flush=True)
+    return 1 if error.errno in FULL else UserError.exit_code
+
+
+def _is_unread() -> bool:
+    """Return whether stdout is a pipe that nothing reads."""
+    poll = select.poll()
+    poll.register(1, select.POLLOUT)
+    return any(events & select.POLLERR for _, events in poll.poll(0))
 
 
 @contextmanager

@@ -5,6 +5,7 @@ A checkpoint is a folder with the model or its LoRA adapters, the tokenizer, `op
 number has its own key.
 """
 
+import errno
 import hashlib
 import json
 import os
@@ -20,7 +21,6 @@ import torch
 from pipeline.checkpoints.moments import NUM_MOMENTS, WHOLE, whole_moments, write_sharded
 from pipeline.checkpoints.run_folder import (
     FORMAT,
-    FULL,
     PREVIOUS,
     WRITING,
     newest_first,
@@ -31,7 +31,7 @@ from pipeline.checkpoints.run_folder import (
 from pipeline.config.settings import RunSettings
 from pipeline.distributed.ranks import Ranks
 from pipeline.distributed.sharding import is_sharded
-from pipeline.errors import SHUTDOWN_TIMEOUT, MachineError
+from pipeline.errors import FULL, SHUTDOWN_TIMEOUT, MachineError
 from pipeline.files.console import say
 from pipeline.files.durable import sync, write_text
 from pipeline.models import lora
@@ -132,13 +132,15 @@ def save(
 
 
 def full_disk(folder: Path, error: BaseException, remedy: str) -> MachineError | None:
-    """Return a MachineError if a full disk caused `error`, else None."""
+    """Return a MachineError if a full disk or a file's largest size caused `error`, else None."""
     # Exceptions of safetensors and tokenizers hold the system's error number only in the text.
     messages = f"{error} {error.__cause__} {error.__context__}"
     for number in FULL:
         if f"[Errno {number}]" in messages or f"(os error {number})" in messages:
-            full = f"the disk of {folder} is full ({os.strerror(number)})"
-            return MachineError(f"output_dir: {full}; free some space, then {remedy}")
+            full = f"the disk of {folder} is full ({os.strerror(number)}); free some space"
+            if number == errno.EFBIG:
+                full = f"a file in {folder} would be larger than `ulimit -f` allows; raise it"
+            return MachineError(f"output_dir: {full}, then {remedy}")
     return None
 
 

@@ -5,7 +5,6 @@ SHA-256 of each file. A save writes the manifest last, so a folder without a man
 checkpoint.
 """
 
-import errno
 import fcntl
 import hashlib
 import json
@@ -15,13 +14,14 @@ import time
 from collections.abc import Container, Mapping
 from contextlib import suppress
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import IO, Any, NamedTuple
 
 import yaml
 
 from pipeline.config.recipe import SETTINGS, dump, full_name
 from pipeline.config.settings import Config
-from pipeline.errors import UserError
+from pipeline.errors import FULL, UserError
 from pipeline.files.durable import sync, write_text
 from pipeline.files.layout import METRICS, RUN_SETTINGS, TIMINGS, WARNINGS, run_of_checkpoint
 from pipeline.models.model_files import problem_of_name
@@ -45,8 +45,6 @@ EARLIER = "earlier-start-"  # prefix of a folder with the results of a run witho
 RESULTS = "results.json"
 TRANSCRIPTS = "trajectories"
 PREVIOUS = ".previous"  # suffix of the name of a checkpoint that a save replaces
-
-FULL = (errno.ENOSPC, errno.EDQUOT)  # error numbers of a full disk and of a full quota
 
 
 class Opened(NamedTuple):
@@ -109,9 +107,13 @@ def check_folder(config: Config, folder: Path | None = None) -> None:
     folder = folder or folder_of(config)
     name = config.run.resume_from_checkpoint
     parent = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
-    if not (os.path.isdir(parent) and os.access(parent, os.W_OK)):
-        why = f"'{parent}' is no folder that can be written to"
-        raise UserError(f"output_dir: got '{folder}', but {why}; name another folder")
+    try:
+        TemporaryDirectory(
+            prefix=".tried-", dir=parent
+        ).cleanup()  # some folders only seem writable
+    except OSError as error:
+        why = f"'{parent}' is no folder that can be written to ({error.strerror})"
+        raise UserError(f"output_dir: got '{folder}', but {why}; name another folder") from None
     if os.path.exists(folder / ".lock"):
         _lock(folder).close()
     if name is not None:

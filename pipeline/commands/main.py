@@ -97,7 +97,7 @@ def begin(form: str) -> NoReturn:
 
 def main(argv: list[str]) -> int:
     """Run the command that `argv` begins with, and return the exit code."""
-    return run.guarded(lambda: _run(argv))
+    return run.guarded(lambda: _run(argv), argv)
 
 
 def _run(argv: list[str]) -> int:

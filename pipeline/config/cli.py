@@ -157,7 +157,7 @@ def _value(text: str | bool, annotation: Any, flag: str) -> Any:
         return text
     try:
         value = yaml.load(text, recipe.Loader)
-    except (ValueError, yaml.YAMLError):
+    except (ValueError, RecursionError, yaml.YAMLError):
         return text  # `recipe.resolve` raises UserError for text that is not YAML.
     if isinstance(value, dict) and any(":" in str(k) and v is None for k, v in value.items()):
         hint = "write a space after each colon, as in {bank: FILE}"

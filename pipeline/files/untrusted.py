@@ -197,6 +197,11 @@ def masked_tree(value: Any) -> Any:
 
 
 def reason_of(error: BaseException) -> str:
-    """Return the first line of an error's message, or the error's class if the message is empty."""
-    lines = (line.strip() for line in str(error).splitlines())
-    return one_line(next(filter(None, lines), type(error).__name__)).rstrip(".")
+    """Return the first line of an error's message, or the error's class if the message is empty.
+
+    After a line that ends with a colon comes what it announces.
+    """
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    if lines and lines[0].endswith(":"):
+        lines[0] = " ".join(lines)
+    return one_line(lines[0] if lines else type(error).__name__).rstrip(".")

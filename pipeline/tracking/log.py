@@ -176,9 +176,14 @@ class RunLog(AbstractContextManager["RunLog"]):
             try:
                 self._trackers.append(tracker(folder, config, *read_metrics(folder)))
             except Exception as error:
-                if state is None:
+                if state is not None:
+                    _warn(tracker, error)
+                    continue
+                if isinstance(error, UserError):
                     raise
-                _warn(tracker, error)
+                why = f"cannot start ({type(error).__name__}: {reason_of(error)})"
+                remedy = "mend that, or report to none"
+                raise UserError(f"report_to: {tracker.name} {why}; {remedy}") from None
 
     def metrics(self, line: Line) -> None:
         """Append a line of numbers that the seed determines.

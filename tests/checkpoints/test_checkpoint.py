@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import resource
 import shutil
 
 import pytest
@@ -531,3 +532,15 @@ def test_a_checkpoint_of_before_a_setting_existed_resumes_with_its_default():
     changed = config.changed("curriculum", even_branches=True)
     with pytest.raises(UserError, match=r"settings \(even_branches false -> true\); resume with"):
         refuse_changes(changed, {"config": before}, "step-000001")
+
+
+def test_a_file_that_may_not_be_so_large_is_a_fault_of_the_machine(tmp_path):
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))  # as `ulimit -f` does
+    try:
+        with pytest.raises(Exception, match="File too large") as caught:
+            save(tmp_path, "step-000001", small_model(), tokenizer(), at(1))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    says(str(checkpoint.full_disk(tmp_path, caught.value, "resume")), "ulimit -f", "then resume")
+    assert not [*tmp_path.glob("*/model.safetensors")]

@@ -1,5 +1,6 @@
 """The commands of the console: their list, their help and their refusals."""
 
+import os
 import re
 import subprocess
 import sys
@@ -9,7 +10,9 @@ import pytest
 
 from pipeline.commands.main import ANEW, COMMANDS, main, settings_of
 from pipeline.config.cli import parse
+from pipeline.errors import RunError, UserError
 from pipeline.files.console import STARTED_AS
+from pipeline.run import guarded
 from tests.support import ROOT
 
 
@@ -51,6 +54,71 @@ def test_a_command_shows_its_own_name(form, monkeypatch, capsys):
         with suppress(SystemExit):
             assert main([name, "--help"]) == 0
         assert capsys.readouterr().out.startswith(f"usage: {form} {name} ")
+
+
+LONG = "x" * 4096
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["check", "--environments", "[" * 3000],
+        ["check", "--tasks", "{a: " * 3000],
+        ["check", "--model", LONG],
+        ["check", "--config", LONG],
+        ["check", "--output-dir", LONG],
+        ["check", "--resume-from-checkpoint", LONG],
+        ["check", "--demonstrations", f"{{airline: {LONG}}}"],
+        ["train", "--output-dir", "/proc/nope"],
+        ["check", "--output-dir", "/sys/nope"],
+        ["check", "--loss-type", "y" * 200_000],
+        ["check", f"--{'z' * 200_000}"],
+        ["evaluate", LONG],
+        ["status", LONG],
+        ["status", "/dev/null"],
+        ["report", LONG],
+        ["watch", LONG],
+        ["chat", LONG],
+        ["export", LONG, "out"],
+        ["export-tau2", LONG, "out"],
+        ["convert", LONG, "out"],
+        ["convert", "/dev/null", "out"],
+        ["make-tiny", LONG, "out"],
+        ["sweep", "--recipe", LONG],
+    ],
+    ids=lambda words: " ".join(words)[:40],
+)
+def test_a_value_of_any_form_is_refused_in_one_line(words, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    assert main(words) == 2
+    said = capsys.readouterr()
+    assert re.fullmatch("error: [^\\n]{20,1200}\\n", said.err), said.err[:2000]
+
+
+@pytest.mark.parametrize("error", [UserError, RunError])
+def test_an_error_of_several_lines_is_told_as_one_that_is_not_long(error, capsys):
+    def fails():
+        raise error("first\n  second " + "x" * 200_000 + "\nlast")
+
+    assert guarded(fails, []) == error.exit_code
+    said = capsys.readouterr().err
+    assert said.startswith("error: first second xx") and said.endswith("x last\n")
+    assert said.count("\n") == 1 and len(said) < 1200
+
+
+@pytest.mark.parametrize("words", [["--help"], ["status", "tests/support/small_run"]])
+def test_output_that_nothing_reads_is_no_fault_and_a_full_disk_is_one_line(words):
+    start = [sys.executable, "-m", "pipeline", *words]
+    unread, end = os.pipe()
+    os.close(unread)
+    done = subprocess.run(start, cwd=ROOT, stdout=end, stderr=subprocess.PIPE, text=True)
+    os.close(end)
+    assert (done.returncode, done.stderr) == (1, "")
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(start, cwd=ROOT, stdout=full, stderr=subprocess.PIPE, text=True)
+    told = "error: the output cannot be written (No space left on device); make room, then do it "
+    assert (done.returncode, done.stderr) == (1, f"{told}again\n")
 
 
 def test_an_evaluation_takes_the_settings_of_the_run(tmp_path):

@@ -762,7 +762,7 @@ FOLDERS = [
     (
         "a place that cannot be written to",
         "/proc/own",
-        ("/proc/own cannot be written to", "another folder"),
+        ("'/proc/own'", "'/proc' is no folder that can be written to", "another folder"),
     ),
     ("a link to nothing", "{at}/link", ("{at}/link' is no folder", "another folder")),
     (
