@@ -57,7 +57,8 @@ def finished(folders: Sequence[Path]) -> tuple[list[RunData], list[RunData]]:
         names = ", ".join(run.folder.name for run in others)
         raise UserError(
             f"report: got no finished run with stages to compare ({names}); finish one with "
-            "--output-dir FOLDER --resume-from-checkpoint latest"
+            "--output-dir FOLDER --resume-from-checkpoint latest; a run without an evaluation "
+            "before GRPO (eval_on_start) cannot be compared"
         )
     return done, others
 
