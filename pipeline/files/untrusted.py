@@ -36,7 +36,7 @@ _TOKEN = re.compile(
 
 
 _secrets = set[str]()  # values of `keep_secret`
-PREFIX = 10  # characters by which a long secret is found that is cut off
+BLOCK = 10  # characters by which a long secret is found that is cut off
 _ESCAPED = re.compile(r"\\u00([2-7][0-9a-f])|%([2-7][0-9a-f])", re.IGNORECASE)  # of ASCII
 SHORTEST_SECRET = 8  # characters; local servers take keys such as EMPTY, which are words
 
@@ -164,14 +164,18 @@ def masked(text: str) -> str:
 
     These are values of `keep_secret`, `user:password@`, tokens with a known beginning (`hf_...`,
     `sk-...`), X in `Bearer X` and `Basic X`, and `token=X` or `api-key: X` as a whole. A secret is
-    also found where each of its characters is escaped, and by its first PREFIX characters.
+    also found where each of its characters is escaped, and by any BLOCK characters from a multiple
+    of BLOCK on, or its last ones.
     """
     plain = _ESCAPED.sub(lambda found: chr(int(found[1] or found[2], 16)), text)
-    heads = {secret[:PREFIX] for secret in _secrets if len(secret) >= 2 * PREFIX}
-    if any(secret in plain for secret in {*_secrets, *heads}):
+    long = [secret for secret in sorted(_secrets) if len(secret) >= 2 * BLOCK]
+    starts = [(s, i) for s in long for i in (*range(0, len(s) - BLOCK + 1, BLOCK), len(s) - BLOCK)]
+    blocks = [secret[i : i + BLOCK] for secret, i in starts]
+    if any(secret in plain for secret in (*_secrets, *blocks)):
         text = without_secrets(plain)
-        for head in heads:
-            text = re.sub(f"{re.escape(head)}[^\\s\"']*", "***", text)
+        for block in blocks:
+            around = f"[^\\s\"'*]{{0,{BLOCK}}}{re.escape(block)}[^\\s\"']*"
+            text = re.sub(around, "***", text)
     return _TOKEN.sub("***", _USER_INFO.sub("***", text))
 
 

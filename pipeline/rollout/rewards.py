@@ -225,7 +225,7 @@ class RewardFunctions:
                 known = {}
             elif not known:
                 trajectory.left_out = "reward"
-                trajectory.error = "every reward function returned None"
+                trajectory.error = "every reward function returned None or NaN"
             trajectory.reward = math.fsum(weights.get(name, 1.0) * r for name, r in known.items())
 
     @property
@@ -302,7 +302,11 @@ def _log_extra(extra: dict[str, list[str]], count: int, column: str, values: Ite
 
 
 def _log_metric(metrics: list[tuple[str, float]], name: str, value: float) -> None:
-    if math.isfinite(value := float(value)):
+    try:
+        value = float(value)
+    except OverflowError:  # an integer that no float can hold
+        return
+    if abs(value) <= MAX_REWARD:  # of more, and of inf and NaN, there is no mean
         metrics.append((writable(str(name)), value))
 
 

@@ -277,3 +277,12 @@ def test_a_reply_without_an_end_is_no_message(server, monkeypatch):
         client()
     server.answer = lambda body: {"content": "x" * 5_000}
     assert len(client()["content"]) == 5_000
+
+
+@pytest.mark.parametrize("part", [slice(-20, None), slice(-10, None), slice(7, 27), slice(0, 12)])
+def test_a_part_of_a_key_alone_is_masked(part):
+    key = "sq9-Lw7xZk2mVb4nRt8pYc1sDf6gHj3w"
+    Client("http://x", key=key)
+    for shows in (printable, one_line, shown):
+        assert key[part] not in shows(f"the key ...{key[part]} is wrong")
+        assert "is wrong" in shows(f"the key ...{key[part]} is wrong")

@@ -24,7 +24,12 @@ from pipeline.data.tasks import Task
 from pipeline.environments.calls import Calls
 from pipeline.environments.single_turn import SingleTurnEnvironment
 from pipeline.rollout import rewards as rewards_module
-from pipeline.rollout.rewards import RewardFunction, RewardFunctions, load_reward_functions
+from pipeline.rollout.rewards import (
+    RewardFunction,
+    RewardFunctions,
+    _log_metric,
+    load_reward_functions,
+)
 from pipeline.rollout.rollout import RolloutRequest
 from pipeline.rollout.trajectory import StopReason
 from tests.rollout.test_rollout import LIMITS
@@ -175,7 +180,7 @@ def test_none_and_nan_do_not_count_and_weights_do():
     assert numbers(trajectories) == [1.5, -0.5, 0.0]
     assert [t.left_out for t in trajectories] == ["", "", "reward"]
     assert trajectories[2].stop_reason is StopReason.COMPLETED  # TRL gives no advantage either
-    says(trajectories[2].error, "every reward function returned None")
+    says(trajectories[2].error, "every reward function returned None or NaN")
     assert trajectories[1].rewards == {"first": None, "second": 1.0}
 
 
@@ -538,3 +543,10 @@ def test_what_is_no_function_is_refused(targets, words, modules):
 )
 def test_contradictory_settings_are_refused(data, words):
     says(refusal(check, Config.model_validate({"data": data})), *words)
+
+
+def test_values_of_log_metric_that_no_mean_can_hold_are_left_out():
+    metrics = []
+    for value in (1e308, 1e308, 10**400, float("inf"), float("nan"), -(10**31), True, "2", 3.0):
+        _log_metric(metrics, "size", value)
+    assert metrics == [("size", 1.0), ("size", 2.0), ("size", 3.0)]
