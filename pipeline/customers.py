@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from pipeline.config.settings import Config
 from pipeline.data.tasks import SCENARIO, Message, Task
+from pipeline.endpoints.endpoint import spoken
 from pipeline.endpoints.language_model import LanguageModel
 from pipeline.environments.domains import Domain
 from pipeline.environments.faults import Outage
@@ -66,12 +67,6 @@ class Scenario:
     schemas: Sequence[dict[str, Any]] = ()  # JSON schemas of the customer's own tools
     # Calls a tool of the customer; returns the text of the result, and whether the call failed.
     call: Callable[[str, dict[str, Any]], tuple[str, bool]] | None = None
-
-
-def spoken(text: str) -> str:
-    """Return a message without the thoughts of a reasoning model, also without an open thought."""
-    text = re.sub(r"<think>.*?</think>", "", text, flags=re.DOTALL)
-    return text.rpartition("</think>")[2].partition("<think>")[0].strip()
 
 
 class LlmCustomer:

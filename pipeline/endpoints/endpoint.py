@@ -9,6 +9,7 @@ import asyncio
 import json
 import math
 import random
+import re
 import ssl
 import time
 from collections.abc import Callable, Sequence
@@ -38,6 +39,24 @@ MAX_USELESS = 3  # answers of one call that hold no message; they are paid
 NOT_HERE = (401, 403, 404)  # statuses that no other conversation will change
 REPEATED = (408, 409, 425, 429)  # statuses below 500 that another attempt may change
 LOST = (ssl.SSLEOFError, ssl.SSLZeroReturnError, ssl.SSLSyscallError)  # a lost connection
+# Fields of a request that some services refuse, and what these take instead.
+REFUSED = {"seed": "", "max_tokens": "max_completion_tokens"}
+NO_ANSWERS = {  # values of `finish_reason`
+    "length": "its answer was cut off at the limit of tokens; give it more",
+    "content_filter": "its content filter has cut the answer",
+}
+_BEGIN = r"(?:<(?:seed:)?(?:think|thinking|thought|reasoning)>|\[THINK\]|◁think▷)"
+_END = r"(?:</(?:seed:)?(?:think|thinking|thought|reasoning)>|\[/THINK\]|◁/think▷)"
+
+
+def spoken(text: str) -> str:
+    """Return a message without the thoughts of a reasoning model, also without an open thought."""
+    text = re.sub(f"{_BEGIN}.*?{_END}", "", text, flags=re.DOTALL)
+    return re.split(_BEGIN, re.split(_END, text)[-1])[0].strip()
+
+
+class Useless(Outage):
+    """The endpoint answers a call without a message, again and again."""
 
 
 class Failed(Exception):
@@ -65,10 +84,11 @@ class Endpoint:
     before the time has come. `say` prints one line when the endpoint is away, and one when it is
     back.
 
-    By default, an answer is useless if it is empty or has a call with unreadable arguments. With
-    `as_written`, such an answer is a message: unreadable arguments stay text, and `is_cut` is True
-    in a message that the limit of its tokens has cut off. Raises UserError if the package httpx is
-    missing, or if the URL, the key or the environment's settings for HTTP cannot be used.
+    By default, an answer is useless if it is empty or has a call with unreadable arguments, a
+    message has no thoughts, and one that was cut off is none. With `as_written`, such an answer is
+    a message: unreadable arguments stay text, and `is_cut` is True if it was cut off. Raises
+    UserError if the package httpx is missing, or if the URL, the key or the environment's settings
+    for HTTP cannot be used.
     """
 
     def __init__(
@@ -117,6 +137,7 @@ class Endpoint:
         self._opens_at = -math.inf  # the end of a Retry-After
         self._is_told = False
         self._told_at = -math.inf
+        self._refused = list[str]()  # fields of REFUSED that the endpoint does not take
 
     async def answer(
         self,
@@ -129,17 +150,26 @@ class Endpoint:
         """Return the model's next message. `paid` gets each answer with its number of tokens.
 
         `options` are further fields of the request. Raises Outage if the endpoint stays away, and
-        Refused.
+        Refused, also for an answer that is none and would be the same again.
         """
         body: dict[str, Any] = {"model": self.model, "messages": list(messages), "seed": seed}
         body |= {"temperature": self.temperature, "stream": False, **options}
         body |= {"tools": list(tools)} if tools else {}
+        for name in self._refused:
+            body = _without(body, name)
         begun = time.monotonic()
         num_useless = 0
+        left_out = list[str]()
         for attempt in count():
             await self._wait_until(self._opens_at, begun)
             try:
-                message, num_tokens = await self._post(body)
+                message, num_tokens, why = await self._post(body)
+            except Refused as refused:
+                if not (name := _refused_field(body, str(refused))):
+                    raise
+                left_out.append(name)
+                body = _without(body, name)
+                continue
             except Failed as failed:
                 self._note(failed, begun)
                 pause = min(MAX_PAUSE_S, FIRST_PAUSE_S * 2 ** min(attempt, 9))
@@ -152,13 +182,16 @@ class Endpoint:
                     await self._wait_until(ends, min(begun, self._failing_since))
                 continue
             self._note_answer()
+            self._note_refused(left_out)
             paid(message, num_tokens)
             if message is not None:
                 return message
+            if why:
+                raise Refused(why, for_all=False)
             num_useless += 1
             if num_useless == MAX_USELESS:
                 why = f"{self.url} gave {num_useless} answers without a message"
-                raise Outage(f"{self._role}: {why}")
+                raise Useless(f"{self._role}: {why}")
         raise AssertionError("unreachable")
 
     async def _wait_until(self, moment: float, since: float) -> None:
@@ -173,7 +206,7 @@ class Endpoint:
             why = f"{self.url} is away for {waited:.0f} s ({self._last_failure})"
             raise Outage(f"{self._role}: {why}")
 
-    async def _post(self, body: dict[str, Any]) -> tuple[Message | None, int]:
+    async def _post(self, body: dict[str, Any]) -> tuple[Message | None, int, str]:
         client = self._connected()
         address = f"{self.url}/chat/completions"
         try:
@@ -194,9 +227,9 @@ class Endpoint:
         if status != 200:
             why = f"status {status}: {one_line(masked(text)[:300])}"
             raise Refused(why, for_all=status in NOT_HERE or not self.has_answered)
-        message, num_tokens = _read(text, self._as_written)
+        message, num_tokens, why = _read(text, self._as_written)
         # Masked after parsing: JSON can write each character in several ways.
-        return in_texts(without_secrets, message), num_tokens
+        return in_texts(without_secrets, message), num_tokens, why
 
     def _connected(self) -> Any:
         """Return the client of the running event loop; a client works in one loop only."""
@@ -235,6 +268,14 @@ class Endpoint:
             self._told_at = now
             self._say(f"{self._role}: {self.url} does not answer ({failed}); calls wait for it")
 
+    def _note_refused(self, names: Sequence[str]) -> None:
+        """Leave out what the endpoint has refused, from now on; say so once."""
+        for name in (name for name in names if name not in self._refused):
+            self._refused.append(name)
+            other = REFUSED[name]
+            instead = f"gets {other}" if other else "gets none, so its answers may vary"
+            self._say(f"{self._role}: {self.url} refuses {name}, and {instead}")
+
     def _note_answer(self) -> None:
         self.has_answered = True
         self._num_failed = 0
@@ -253,8 +294,33 @@ async def _text_of(response: Any) -> str:
     return received.decode(errors="replace")
 
 
-def _read(text: str, as_written: bool) -> tuple[Message | None, int]:
-    """Return the message of a response, or None for a useless one, and the number of tokens."""
+def _refused_field(body: dict[str, Any], why: str) -> str:
+    """Return the field of REFUSED that a refusal names, or an empty text."""
+    is_of_form = why.startswith(("status 400", "status 422"))
+    named = (
+        n for n, other in REFUSED.items() if n in body and re.search(rf"\b{other or n}\b", why)
+    )
+    return next(named, "") if is_of_form else ""
+
+
+def _without(body: dict[str, Any], name: str) -> dict[str, Any]:
+    found = {key: value for key, value in body.items() if key != name}
+    return {**found, REFUSED[name]: body[name]} if REFUSED[name] and name in body else found
+
+
+def _text_of_parts(content: Any) -> Any:
+    """Return the text of a content in parts, whose thoughts are parts of another type."""
+    if not isinstance(content, list):
+        return content or ""
+    texts = [part["text"] for part in content if part.get("type") in ("text", "output_text")]
+    return "".join(texts)
+
+
+def _read(text: str, as_written: bool) -> tuple[Message | None, int, str]:
+    """Return the message of a response, or None for a useless one, and the number of tokens.
+
+    The text says why the same request would get no message again, or is empty.
+    """
     num_tokens = 0
     try:
         response = parse_json(text)
@@ -263,7 +329,10 @@ def _read(text: str, as_written: bool) -> tuple[Message | None, int]:
             num_tokens = max(0, usage["total_tokens"])
         choice = response["choices"][0]
         message = choice["message"]
-        content = message.get("content") or ""
+        why = NO_ANSWERS.get(choice.get("finish_reason"), "")
+        if why and not as_written:
+            return None, num_tokens, why
+        content = _text_of_parts(message.get("content"))
         calls = [
             {
                 "id": str(call["id"]),
@@ -275,16 +344,22 @@ def _read(text: str, as_written: bool) -> tuple[Message | None, int]:
             }
             for call in message.get("tool_calls") or []
         ]
+        thoughts = message.get("reasoning_content") or message.get("reasoning")
     except (LookupError, ValueError, TypeError, AttributeError):
-        return None, num_tokens
-    if not isinstance(content, str) or not (content.strip() or calls or as_written):
-        return None, num_tokens
+        return None, num_tokens, ""
+    if not isinstance(content, str):
+        return None, num_tokens, ""
+    if not as_written:
+        thoughts = thoughts or content.strip()
+        content = spoken(content)
+        if not (content or calls):
+            return None, num_tokens, "it wrote thoughts and no message" if thoughts else ""
     found: Message = {"role": "assistant", "content": content}
     if calls:
         found["tool_calls"] = calls
-    if as_written and choice.get("finish_reason") == "length":
+    if why:
         found["is_cut"] = True
-    return found, num_tokens
+    return found, num_tokens, ""
 
 
 def _arguments(value: Any, as_written: bool) -> str:

@@ -8,6 +8,7 @@ incomplete last line is dropped.
 import hashlib
 import json
 import os
+import re
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -17,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from pipeline.config.settings import EndpointSettings
 from pipeline.data.tasks import Message
-from pipeline.endpoints.endpoint import QUIET_S, Endpoint, Refused
+from pipeline.endpoints.endpoint import QUIET_S, Endpoint, Refused, Useless, spoken
 from pipeline.environments.faults import Outage
 from pipeline.errors import UserError
 from pipeline.files.console import say
@@ -137,6 +138,8 @@ class LanguageModel:
         self.cache = AnswerCache(folder / f"{role}s", name or f"rank-{rank}")
         self.ended = ""
         self._num_open = 0
+        self._as_written = as_written
+        self._unanswered = dict[str, Outage]()  # by key; to ask again would be paid for nothing
 
         def share(limit: int | None, used: int) -> float:
             """Return how much this rank may have spent when it stops."""
@@ -167,18 +170,30 @@ class LanguageModel:
         further = [options] if options else []
         key = key_of(endpoint.model, endpoint.temperature, seed, [*messages], [*tools], *further)
         if (known := self.cache.get(key)) is not None:
-            return known
+            # A file of an earlier version may hold thoughts.
+            return known if self._as_written else {**known, "content": spoken(known["content"])}
+        if (unanswered := self._unanswered.get(key)) is not None:
+            raise type(unanswered)(*unanswered.args)
         self._check_budget()
         self._num_open += 1
         try:
             return await endpoint.answer(
                 messages, tools, seed, partial(self.cache.put, key), **options
             )
+        except Useless as useless:
+            self._unanswered[key] = useless
+            raise
         except Refused as refused:
             why = f"{self._role}_url: {endpoint.url} refuses a call ({refused})"
             if not refused.for_all:
-                raise Unanswered(why) from None
+                self._unanswered[key] = Unanswered(why)
+                raise self._unanswered[key] from None
             names = f"{self._role}_url, {self._role}_model or the key in {self._key_name}"
+            is_of_form = str(refused).startswith(("status 400", "status 422"))
+            named = [n for n in ("temperature", *options) if re.search(rf"\b{n}\b", str(refused))]
+            if is_of_form and named:
+                names = f"the {named[0]} of the call"
+                names += f" ({self._role}_temperature)" if named[0] == "temperature" else ""
             self.ended = f"{why}; mend {names}"
             raise Outage(why) from None
         finally:

@@ -286,3 +286,65 @@ def test_a_part_of_a_key_alone_is_masked(part):
     for shows in (printable, one_line, shown):
         assert key[part] not in shows(f"the key ...{key[part]} is wrong")
         assert "is wrong" in shows(f"the key ...{key[part]} is wrong")
+
+
+def reply(content, finish_reason="stop", **fields):
+    choice = {"message": {"content": content, **fields}, "finish_reason": finish_reason}
+    return json.dumps({"choices": [choice], "usage": {"total_tokens": 10}})
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "<think>At first 3 of 10.</think>8",
+        "At first 3 of 10.</think>\n\n8",  # the template has opened the thought
+        "<thinking>3</thinking> 8",
+        "<reasoning>3</reasoning>8 <think>or 4",
+        "[THINK]3[/THINK]8",
+        [{"type": "thinking", "thinking": [{"text": "3"}]}, {"type": "text", "text": "8"}],
+    ],
+)
+def test_the_thoughts_of_a_model_are_no_part_of_its_message(server, content):
+    server.faults = [reply(content)]
+    client = Client(server.url)
+    assert client()["content"] == "8"
+    assert len(server.bodies) == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        (reply("Score: 1", "length"), "cut off at the limit of tokens"),
+        (reply(None, "length", reasoning_content="hm"), "cut off at the limit of tokens"),
+        (reply("", "content_filter"), "content filter"),
+        (reply("<think>3 of 10"), "thoughts and no message"),
+        (reply(None, reasoning="3 of 10"), "thoughts and no message"),
+    ],
+)
+def test_an_answer_that_is_none_is_paid_once_and_says_why(server, text, why):
+    server.faults = [text]
+    client = Client(server.url)
+    with pytest.raises(Refused, match=why) as caught:
+        client()
+    assert (caught.value.for_all, client.paid, len(server.bodies)) == (False, [(None, 10)], 1)
+
+
+@pytest.mark.parametrize(
+    ("refusal", "field", "instead"),
+    [
+        ('{"detail": [{"loc": ["body", "seed"], "msg": "Extra inputs"}]}', "seed", ""),
+        ("Use 'max_completion_tokens' instead.", "max_tokens", "max_completion_tokens"),
+    ],
+)
+def test_a_field_that_an_endpoint_refuses_is_left_out_from_then_on(server, refusal, field, instead):
+    server.refusal, server.faults = refusal, [422]
+    client = Client(server.url)
+    for _ in range(2):
+        asked = client.endpoint.answer(ASKED, (), 5, lambda *_: None, max_tokens=8)
+        assert asyncio.run(asked)["content"] == "Yes."
+    refused, *others = server.bodies
+    assert field in refused and len(others) == 2
+    for body in others:
+        assert field not in body and (not instead or body[instead] == 8)
+    (line,) = client.lines
+    assert line.startswith(f"customer: {server.url} refuses {field}, and gets ")
