@@ -17,7 +17,7 @@ from typing import Any
 from pipeline.data.tasks import Task
 from pipeline.embedded import telecom
 from pipeline.embedded.cases import MAX_TASKS as MAX_TASKS
-from pipeline.embedded.cases import words_of
+from pipeline.embedded.cases import with_title, words_of
 from pipeline.embedded.telecom import (
     TelecomDatabase,
     TelecomEnvironment,
@@ -176,7 +176,7 @@ WORDS = partial(
 
 def generate_tasks(seed: int, n: int, split: str, difficulty: str) -> list[Task]:
     """Return the tasks of telecom for the same arguments, with this domain's policy text."""
-    system = {"role": "system", "content": f"telecom_chat\n\n{POLICY.strip()}"}
+    system = {"role": "system", "content": with_title("telecom_chat", POLICY)}
     return [
         replace(task, domain="telecom_chat", prompt=(dict(system), *task.prompt[1:]))
         for task in telecom.generate_tasks(seed, n, split, difficulty)

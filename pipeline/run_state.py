@@ -105,7 +105,6 @@ class Run:
     records: list[EpisodeRecord] = field(
         default_factory=list
     )  # episodes of the stage, of this rank
-    latest_rewards: dict[str, float] = field(default_factory=dict)  # latest mean rewards, by domain
     num_unscored_steps: int = 0  # in a row
     standstill: StandStill = field(default_factory=StandStill)
     warned_of: set[str] = field(default_factory=set)  # metrics of the sampler, once each
@@ -381,5 +380,17 @@ def evaluate_held_out(run: Run, after: str) -> None:
     run.log.timings({**keys, "perf/evaluation_s": time.perf_counter() - begun})
     run.save_transcripts(f"evaluation-{after}", trajectories)
     run.say(f"evaluation after {after}: success sampled  {success_in_words(found)}")
+    if after == "start" and run.config.grpo.use_grpo and not run.config.is_supervised:
+        silent = [
+            name
+            for name, environment in run.parts.environments.items()
+            if tool_schemas(environment) and not found[name]["tools"]
+        ]
+        if silent:
+            run.say(
+                f"warning: no held-out episode called a tool of {', '.join(silent)}, and GRPO "
+                "learns only from calls that the policy tries; --warm-start-steps 40 first teaches "
+                "them from demonstrations"
+            )
     if run.ranks.is_main:
         run.write_results(is_final=False)

@@ -261,8 +261,7 @@ def record(
         run.say(f"warning: step {run.state.step}: {line}")
     if line := run.standstill.message({**statistics, **metrics}):
         run.say(f"warning: step {run.state.step}: {line}")
-    run.latest_rewards |= {k: v for k, v in metrics.items() if k.startswith("reward/")}
-    return {**statistics, **metrics, **run.latest_rewards}
+    return {**statistics, **metrics}
 
 
 def _refuse_unscored(run: Run, stage: Stage, metrics: Mapping[str, float]) -> None:

@@ -53,6 +53,7 @@ def left_out(config: Config) -> list[str]:
     data = config.data
     run = config.run
     is_trained = config.grpo.use_grpo
+    evaluation = config.evaluation
     untrained = "nothing is trained, so"
     rows = [
         (
@@ -89,6 +90,14 @@ def left_out(config: Config) -> list[str]:
                 f"{name}: has no effect without plan",
             )
             for name in ("plan_tflops", "plan_bandwidth")
+        ),
+        (
+            is_trained
+            and evaluation.kl_probe_tasks > 0
+            and evaluation.validation_steps == 0
+            and len(config.stage_names) > 1,
+            f"kl_probe_tasks: got {evaluation.kl_probe_tasks}, but the KL of learned domains is "
+            "measured in validations, and validation_steps is 0",
         ),
         (
             data.skip_long_tasks and not (data.tasks or data.eval_tasks),

@@ -5,7 +5,7 @@ settings.
 """
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 from pydantic.types import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
@@ -45,8 +45,14 @@ class Section(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def _refuse_conversions(cls, value: Any, info: ValidationInfo) -> Any:
-        """Refuse empty text, and true or false for a number, because pydantic reads true as 1."""
-        is_switch = cls.model_fields[str(info.field_name)].annotation is bool
+        """Refuse empty text, and true or false for a number, because pydantic reads true as 1.
+
+        In a recipe as in a flag, `none` is an empty list.
+        """
+        annotation = cls.model_fields[str(info.field_name)].annotation
+        is_switch = annotation is bool
+        if value == "none" and get_origin(annotation) is list:
+            return []
         if value == "" or (isinstance(value, bool) and not is_switch):
             raise PydanticCustomError("not_converted", "Input should not be empty, true or false")
         return value

@@ -13,6 +13,7 @@ from pipeline.embedded.cases import (
     Database,
     Draft,
     Family,
+    baselines_of,
     expert_of,
     generate,
     random_record,
@@ -237,3 +238,4 @@ WORDS = partial(
     words_of, "airline", AirlineEnvironment, FAMILIES, said=("Why?", "The fee is ", "sick", "none")
 )
 generate_tasks = partial(generate, "airline", POLICY, FAMILIES, draft_task)
+baselines = baselines_of(AirlineEnvironment, FAMILIES)

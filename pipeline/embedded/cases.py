@@ -22,6 +22,7 @@ from pydantic import BaseModel, Field, TypeAdapter
 from pipeline.data.curriculum import quota
 from pipeline.data.rng import generator, stream_key
 from pipeline.data.tasks import DIFFICULTIES, SPLITS, Task
+from pipeline.environments.domains import Call
 from pipeline.environments.experts import Agent, Expert
 from pipeline.environments.tools import ToolError, User, tool_schemas
 
@@ -259,6 +260,40 @@ def expert_of(
     return expert
 
 
+@dataclass
+class Blind(Agent):
+    """Lets an expert make the decisions of one case in all cases of a request."""
+
+    choice: str = ""
+
+    def decide(self, right: str, options: Sequence[str], chained: bool = False) -> str:
+        return right if chained and self.choice not in options else self.choice
+
+
+def baselines_of(
+    environment: type[CaseEnvironment], families: Sequence[Family]
+) -> Callable[[Task], dict[str, list[Call | str]]]:
+    """Return a domain's `baselines`: look up, then serve the commonest case of a family."""
+    commonest = {
+        family.name: max(family.branches.values(), key=lambda branch: branch.share).choice
+        for family in families
+    }
+
+    def baselines(task: Task) -> dict[str, list[Call | str]]:
+        world = environment()
+        world.reset(**task.row())
+        agent = Blind(world, Random(0), choice=commonest[task.family])
+        final = world._expert(agent, json.loads(task.payload)["goal"])
+        moves = list[Call | str]()
+        for message in agent.messages:
+            if message["role"] == "assistant":
+                calls = [call["function"] for call in message.get("tool_calls", ())]
+                moves += [(of["name"], of["arguments"]) for of in calls] or [message["content"]]
+        return {"commonest case": [*moves, final]}
+
+    return baselines
+
+
 # Tasks
 
 
@@ -288,6 +323,15 @@ def random_record(
     """
     values = {name: random.choice(texts.split()) for name, texts in options.items()}
     return kind.model_validate({**values, **given})
+
+
+def with_title(domain: str, text: str) -> str:
+    """Return a policy under its title, the domain's name, with a rule on each line.
+
+    The tiny model's chat template shows the title alone.
+    """
+    rules = re.sub(r"\n\s*(?!- )", " ", text.strip())
+    return f"{domain}\n{'=' * len(domain)}\n\n{rules}"
 
 
 def _split_of(text: str) -> str:
@@ -325,12 +369,12 @@ def generate(
         for _ in range(1000):
             draft = draft_task(random, family.name, branch, family.branches[branch])
             request, goal = _request(family, draft.goal, difficulty, random)
-            prompt = (
-                {"role": "system", "content": f"{domain}\n\n{policy.strip()}"},
-                {"role": "user", "content": request},
-            )
-            if _split_of(json.dumps([prompt, draft.visible], sort_keys=True)) != split:
+            # The split of a task depends on the policy's text, but not on its line breaks.
+            key = {"role": "system", "content": f"{domain}\n\n{policy.strip()}"}
+            asked = {"role": "user", "content": request}
+            if _split_of(json.dumps([(key, asked), draft.visible], sort_keys=True)) != split:
                 continue
+            prompt = ({"role": "system", "content": with_title(domain, policy)}, asked)
             if (payload := _payload(replace(draft, goal=goal))) not in seen:
                 break
         else:

@@ -13,6 +13,7 @@ from pipeline.embedded.cases import (
     Database,
     Draft,
     Family,
+    baselines_of,
     expert_of,
     generate,
     random_record,
@@ -271,3 +272,4 @@ WORDS = partial(
     said=("Why?", "The money goes to ", *CANCEL_REASONS),
 )
 generate_tasks = partial(generate, "retail", POLICY, FAMILIES, draft_task)
+baselines = baselines_of(RetailEnvironment, FAMILIES)

@@ -13,6 +13,7 @@ from pipeline.embedded.cases import (
     Database,
     Draft,
     Family,
+    baselines_of,
     expert_of,
     generate,
     random_record,
@@ -284,3 +285,4 @@ WORDS = partial(
     values=REMEDIES,
 )
 generate_tasks = partial(generate, "telecom", POLICY, FAMILIES, draft_task)
+baselines = baselines_of(TelecomEnvironment, FAMILIES)

@@ -8,9 +8,10 @@ texts or a function that returns a list; each text becomes a token of the tiny m
 Without `WORDS`, the words come from the domain's demonstrations (see `demonstrations.py`).
 
 The module may also have the functions `baselines(task)`, which returns {name of a fixed policy:
-list of calls (tool, arguments)}, and `about()`, which returns facts for results, as JSON values by
-name. `FAMILY_SHARES`, a dict or a function that returns a dict, has shares of the training draws by
-task family; the other families share the rest in proportion to their numbers of tasks.
+list of calls (tool, arguments) and of texts of messages}, and `about()`, which returns facts for
+results, as JSON values by name. `FAMILY_SHARES`, a dict or a function that returns a dict, has
+shares of the training draws by task family; the other families share the rest in proportion to
+their numbers of tasks.
 
 Instead of a class, the setting may name a function that returns a `Domain`.
 """
@@ -48,7 +49,8 @@ from pipeline.files.untrusted import is_plain, one_line, shown
 
 GenerateTasks = Callable[[int, int, str, str], list[Task]]  # arguments: seed, n, split, difficulty
 Call: TypeAlias = tuple[str, dict[str, Any]]  # a tool and its arguments
-Baselines = Callable[[Task], Mapping[str, Sequence[Call]]]  # returns calls by name of a policy
+# Returns calls and texts of messages, by the name of a policy.
+Baselines = Callable[[Task], Mapping[str, Sequence[Call | str]]]
 
 LOOP = "a loop of your own is `async def play(policy, task)`, which returns the reward"
 

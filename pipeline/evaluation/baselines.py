@@ -19,6 +19,7 @@ from pipeline.environments.tools import (
     RandomState,
     answer_call,
     give_judge,
+    reply_of,
     reward_of,
     started,
     uses_random_state,
@@ -43,8 +44,11 @@ def baselines(
     return {name: _of_domain(calls, domains[name], tasks[name], judge) for name in tasks}
 
 
-def baseline_calls(domain: Domain, task: Task) -> dict[str, list[Call]]:
-    """Return the calls of a domain's own policies; raises UserError if a policy is no list."""
+def baseline_calls(domain: Domain, task: Task) -> dict[str, list[Call | str]]:
+    """Return the calls and messages of a domain's own policies.
+
+    Raises UserError if a policy is no list of them.
+    """
     assert domain.baselines is not None, f"{domain.name} has no policies"
     where = f"baselines of {domain.name}"
     with refused(f"{where} fail on task {shown(task.id)}"):
@@ -53,16 +57,17 @@ def baseline_calls(domain: Domain, task: Task) -> dict[str, list[Call]]:
         if not is_plain(policies):
             raise ValueError("they hold what JSON cannot, such as NaN or half a character")
     for call in chain.from_iterable(policies.values()):
-        if not (isinstance(call, tuple | list) and [type(part) for part in call] == [str, dict]):
+        is_call = isinstance(call, tuple | list) and [type(part) for part in call] == [str, dict]
+        if not (is_call or isinstance(call, str)):
             what = f"task {shown(task.id)} has the call {shown(call)}"
-            raise UserError(f"{where}: {what}; give (tool, arguments)")
+            raise UserError(f"{where}: {what}; give (tool, arguments), or the text of a message")
     return policies
 
 
 def _of_domain(
     calls: Calls, domain: Domain, tasks: Sequence[Task], judge: Judge | None
 ) -> dict[str, float]:
-    own: dict[Any, dict[str, list[Call]]] = {}
+    own: dict[Any, dict[str, list[Call | str]]] = {}
     if domain.baselines is not None:
         own = {task.key: baseline_calls(domain, task) for task in tasks}
     names = dict.fromkeys(["nothing", *chain.from_iterable(own.values())])
@@ -79,7 +84,7 @@ def _of_domain(
 def _reward(
     calls: Calls,
     environment_class: type[Any],
-    moves: Sequence[Call],
+    moves: Sequence[Call | str],
     task: Task,
     judge: Judge | None,
 ) -> float:
@@ -90,14 +95,24 @@ def _reward(
         give_judge(environment, judge)
         *rules, request = task.prompt
         messages = [*rules, {**request, "content": request["content"] + addition}]
-        for name, arguments in moves:
+        final = "Done."
+        for move in moves:
+            if isinstance(move, str):
+                messages.append({"role": "assistant", "content": move})
+                reply = call("reply", partial(reply_of, environment, move))
+                if reply is None:
+                    final = messages.pop()["content"]
+                    break
+                messages.append({"role": "user", "content": reply})
+                continue
+            name, arguments = move
             messages.append(call_message(name, arguments))
             answer = call(name, partial(answer_call, environment, name, arguments))
             messages.append({"role": "tool", "name": name, "content": answer.content})
             if answer.is_last:
                 break
-        messages.append({"role": "assistant", "content": "Done."})
-        call("final message", partial(setattr, environment, "final_message", "Done."))
+        messages.append({"role": "assistant", "content": final})
+        call("final message", partial(setattr, environment, "final_message", final))
         reward: float = call("get_reward", partial(reward_of, environment, messages=messages))
         return reward
     return 0.0

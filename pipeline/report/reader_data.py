@@ -47,11 +47,13 @@ def read_episodes(
     max_episodes: int = MAX_EPISODES,
     max_characters: int = MAX_CHARACTERS,
     files: Mapping[Step, Sequence[Path]] | None = None,
+    unseen: Mapping[str, str] | None = None,
 ) -> Reader:
     """Return at most `max_episodes` episodes, in at most `max_characters` characters altogether.
 
     The episodes are those of `files` (default: of all files of transcripts in the folder).
-    `meanings` explains the parts of the reward: {domain: {part: text}}.
+    `meanings` explains the parts of the reward: {domain: {part: text}}. `unseen` says which roles'
+    texts the chat template leaves out of prompts: {role: "all" or "a part"}.
     """
     files = transcripts_in(folder) if files is None else files
     tasks = {
@@ -74,6 +76,7 @@ def read_episodes(
                 "total": sizes.total(),
                 "success_threshold": success_threshold,
                 "meanings": meanings or {},
+                "unseen": dict(unseen or {}),
             }
             return Reader(index, chunks)
         max_episodes = int(0.9 * shown * max_characters / num_characters)

@@ -126,6 +126,7 @@ class LivePage(Page):
                 MAX_EPISODES,
                 MAX_CHARACTERS,
                 files=dict(shown),
+                unseen=run.results.get("unseen"),
             )
             reader.index["steps"] = [len(shown), len(files)]
             self.version = time.time_ns() // 10**6  # other than those of an earlier server

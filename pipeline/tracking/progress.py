@@ -57,7 +57,7 @@ class StageProgress(AbstractContextManager["StageProgress"]):
     def step(self, metrics: Mapping[str, Any], count: int = 1) -> None:
         """Count finished steps or episodes; show the rewards, the loss and the counts in metrics.
 
-        `reward/DOMAIN` are the latest mean rewards, and `loss` is the loss of the warm start.
+        `reward/DOMAIN` are mean rewards of the step, and `loss` is the loss of the warm start.
         """
         now = time.monotonic()
         self._done += count

@@ -481,6 +481,23 @@ def test_the_correction_has_trls_names_and_defaults():
     assert line == "vllm_memory: has no effect without sampler vllm"
 
 
+def test_a_kl_probe_that_no_validation_measures_is_named():
+    without = ["--validation-steps", "0"]
+    (line,) = left_out(parse(without))
+    assert line.startswith("kl_probe_tasks: got 16, but the KL of learned domains is measured in ")
+    for quiet in (["--kl-probe-tasks", "0"], ["--domains", "airline"], ["--no-grpo"]):
+        assert not any("kl_probe" in line for line in left_out(parse([*without, *quiet])))
+
+
+@pytest.mark.parametrize(
+    ("section", "name"), [("tracking", "report_to"), ("data", "reward_funcs"), ("run", "profile")]
+)
+def test_none_is_an_empty_list_in_a_recipe_as_in_a_flag(section, name, tmp_path):
+    path = tmp_path / "own.yaml"
+    path.write_text(f"{section}:\n  {name}: none\n", encoding="utf-8")
+    assert getattr(getattr(load_recipe(path), section), name) == []
+
+
 def fields_of_trl() -> set[str]:
     """Names of the settings of TRL's GRPO script, read from the files of TRL and transformers."""
     files = {"trl": ["trainer/base_config.py", "trainer/grpo_config.py", "trainer/model_config.py"]}

@@ -131,7 +131,8 @@ def test_another_base_model_under_adapters_is_refused_and_the_same_may_move(tmp_
         *("--model", "base", "--use-peft", "--max-steps", "1", "--output-dir", "out"),
         *("--tasks-per-domain", "8"),
     ]
-    play(*begun, cwd=tmp_path, num_ranks=1)
+    done = play(*begun, cwd=tmp_path, num_ranks=1)
+    says(done.stdout, "no held-out episode called a tool of airline", "--warm-start-steps 40")
     again = [*begun, "--resume-from-checkpoint", "latest"]
     changes = {
         "chat_template.jinja": ("", "Hello. ", "tokenizer and chat template"),

@@ -3,11 +3,13 @@
 import json
 import re
 import shutil
+from datetime import datetime
 
 import pytest
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
+from pipeline.chat.fitting import held_clock
 from pipeline.checkpoints.checkpoint import TrainState, save
 from pipeline.checkpoints.run_folder import begin, check_folder, folder_of, open_folder
 from pipeline.config.recipe import load_recipe
@@ -494,3 +496,38 @@ def test_a_folder_with_other_files_is_fine(tmp_path):
 def test_without_output_dir_the_folder_is_named_after_recipe_and_time():
     folder = folder_of(load_recipe("mixed"))
     assert re.fullmatch(r"runs/mixed-\d{8}-\d{6}", folder.as_posix())
+
+
+def test_a_template_that_reads_the_clock_reads_that_of_the_checkpoint_in_a_resumed_run(tmp_path):
+    made = tokenizer()
+    made.chat_template = "{{ strftime_now('%H:%M:%S') }}" + made.chat_template
+    made.save_pretrained(tmp_path / "model")
+    tiny_model(made, 0).save_pretrained(tmp_path / "model")
+    settings = {"model": {"model": str(tmp_path / "model")}, "warm_start": {"steps": 0}}
+    begun = prepare(config(**settings), clock=held_clock(datetime(2026, 7, 4, 9, 5, 7)))
+    first = begun.held_out["airline"][0]
+    ids = begun.prompt_ids("airline", first)
+    assert made.decode(ids).startswith("09:05:07<|im_start|>system")
+    state = TrainState().state_dict()
+    folder = tmp_path / "out" / "checkpoints"
+    path = save(folder, "step-000001", tiny_model(made, 0), begun.tokenizer, state)
+    run = {"output_dir": tmp_path / "out", "resume_from_checkpoint": "latest"}
+    later = held_clock(datetime(2027, 1, 1))
+    resumed = prepare(config(**settings, run=run), clock=later)
+    assert resumed.prompt_ids("airline", first) == ids
+    assert resumed.made_of == begun.made_of
+    of_checkpoint = prepare(config(model={"model": str(path)}, warm_start={"steps": 0}))
+    assert of_checkpoint.prompt_ids("airline", first) == ids
+
+
+def test_a_policy_that_no_prompt_shows_is_a_warning(tmp_path):
+    made = tokenizer()
+    loop = "{%- for message in messages -%}"
+    hiding = "{%- for message in messages if not (tools and message.role == 'system') -%}"
+    made.chat_template = made.chat_template.replace(loop, hiding)
+    made.save_pretrained(tmp_path)
+    tiny_model(made, 0).save_pretrained(tmp_path)
+    own = config(model={"model": str(tmp_path)}, warm_start={"steps": 0})
+    said = "the chat template leaves all of the system message out of prompts"
+    assert said in prepare(own).warnings
+    assert not [line for line in prepare(config()).warnings if "leaves" in line]

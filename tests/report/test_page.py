@@ -287,7 +287,8 @@ def test_whole_groups_are_taken_evenly_over_stages_and_steps():
 
 
 def test_episodes_of_all_ranks_make_one_group_in_order_of_trials(run_folder):
-    reader = read_episodes(run_folder)
+    reader = read_episodes(run_folder, unseen={"system": "a part"})
+    assert reader.index["unseen"] == {"system": "a part"}
     assert reader.index["total"] == reader.index["shown"] == 12 + 40 + 36 + 2
     [row] = [group for group in reader.index["groups"] if group[6] == "retail-12-1"]
     assert row[7:] == [[0.0, 1.0], ["max_turns", "completed"]]

@@ -27,12 +27,14 @@ const isLive = document.body.classList.contains("live");
 
 let successThreshold = 1; // the reward from which an episode is solved
 let meanings = {}; // domain -> meaning of each part of the reward
+let unseen = {}; // role -> how much of its texts the chat template leaves out of prompts
 const isSuccess = (reward) => reward >= successThreshold - 1e-9 * Math.abs(successThreshold);
 
 function readIndex() {
   const index = JSON.parse(byId("index").textContent);
   successThreshold = index.success_threshold;
   meanings = index.meanings;
+  unseen = index.unseen;
   const places = new Map();
   return index.groups.map(([stage, step, chunk, domain, family, branch, task, rewards, stops]) => {
     const place = places.get(chunk) ?? 0;
@@ -300,7 +302,10 @@ function table(header, rows) {
 function messageBox(message, texts, mode, advantage, scale) {
   const isSampled = message.role === "assistant";
   const box = element("div", isSampled ? "message sampled" : "message");
-  const name = message.role === "tool" ? `result of ${message.name ?? "a tool"}` : message.role;
+  const left = unseen[message.role];
+  const hidden = left ? ` (the chat template leaves ${left} of it out)` : "";
+  const name = message.role === "tool" ? `result of ${message.name ?? "a tool"}`
+    : message.role + hidden;
   box.append(lineOf("div", "role", ", ", ...(isSampled ? [name, "sampled"] : [name])));
   const text = element("div", "text");
   box.append(text);
