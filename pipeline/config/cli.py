@@ -44,7 +44,7 @@ def parse(argv: list[str]) -> Config:
     given = vars(namespace)
     source = given.pop("config")
     if given.pop("help"):
-        build_parser(recipe.load_recipe(source or _default(given))).print_help()
+        build_parser(recipe.load_recipe(_default(given) if source is None else source)).print_help()
         sys.exit(0)
     if unknown:
         raise UserError(one_line(_unknown_argument(unknown[0], parser)))
@@ -53,7 +53,7 @@ def parse(argv: list[str]) -> Config:
     resumed = Path(folder) if folder and checkpoint else run_of_checkpoint(checkpoint)
     if source is None and resumed is not None and (resumed / RUN_SETTINGS).is_file():
         source = resumed / RUN_SETTINGS
-    path = recipe.find_recipe(source or _default(given))
+    path = recipe.find_recipe(_default(given) if source is None else source)
     tree = recipe.read_recipe(path)
     flags = dict[tuple[str, ...], str]()
     if resumed is not None:

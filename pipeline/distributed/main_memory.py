@@ -55,7 +55,7 @@ def refuse_too_many(num_ranks: int, have: int) -> None:
     if num_ranks > 1 and num_ranks * PROCESS > have:
         gib = 1 << 30
         raise UserError(
-            f"--num-gpus: got {num_ranks} ranks on CPU for this node, which take at least "
+            f"--num-gpus: got {num_ranks} ranks on CPU for this node, which take about "
             f"{num_ranks * PROCESS / gib:.1f} GiB of main memory, but {have / gib:.1f} GiB are "
-            f"here; give --num-gpus {max(1, int(have / PROCESS))}"
+            f"free; give --num-gpus {max(1, int(have / PROCESS))}"
         )

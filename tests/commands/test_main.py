@@ -66,6 +66,7 @@ LONG = "x" * 4096
         ["check", "--tasks", "{a: " * 3000],
         ["check", "--model", LONG],
         ["check", "--config", LONG],
+        ["check", "--config", ""],
         ["check", "--output-dir", LONG],
         ["check", "--resume-from-checkpoint", LONG],
         ["check", "--demonstrations", f"{{airline: {LONG}}}"],

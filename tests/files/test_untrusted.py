@@ -3,7 +3,7 @@
 import pytest
 
 from pipeline.files import untrusted
-from pipeline.files.untrusted import keep_secret, masked
+from pipeline.files.untrusted import keep_secret, masked, reason_of
 
 
 @pytest.mark.parametrize(
@@ -51,3 +51,19 @@ def test_a_kept_secret_is_masked_escaped_or_cut_off(text, after, monkeypatch):
     monkeypatch.setattr(untrusted, "_secrets", set())
     keep_secret(SECRET)
     assert masked(text) == after
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        (
+            "It needs one of:\n(1) a file,\n\n (2) a class.\n",
+            "It needs one of: (1) a file, (2) a class",
+        ),
+        ("It broke.\nTraceback: line 1", "It broke"),
+        ("\n  \nlate", "late"),
+        ("", "ValueError"),
+    ],
+)
+def test_the_reason_of_an_error_is_its_first_line_with_what_that_announces(text, reason):
+    assert reason_of(ValueError(text)) == reason
