@@ -2,6 +2,7 @@
 
 import asyncio
 import io
+import json
 import os
 import signal
 from contextlib import redirect_stderr
@@ -145,3 +146,47 @@ def tell():
 def test_a_line_is_printed_by_the_rank_that_has_it_first():
     first, second = play_ranks(tell, 2)
     assert sorted(first + second) == ["away", "back"] and "back" in second
+
+
+def cut_off(content):
+    choice = {"message": {"content": content}, "finish_reason": "length"}
+    return json.dumps({"choices": [choice], "usage": {"total_tokens": 10}})
+
+
+@pytest.mark.parametrize("text", [cut_off("Score: 1"), cut_off(""), '{"choices": []}'])
+def test_what_has_no_answer_is_not_paid_again_when_it_is_asked_again(tmp_path, text):
+    with serving() as server:
+        customers = customers_of(server.url, tmp_path)
+        server.faults = [text] * 9
+        for _ in range(3):  # as reward functions are called again after an Outage
+            with pytest.raises(Outage, match=r"cut off|without a message"):
+                asyncio.run(customers.ask([YES]))
+        assert len(server.bodies) == (3 if "[]" in text else 1)
+        server.faults = []
+        assert asyncio.run(customers.ask([YES], max_tokens=99))["content"] == "Yes."
+        assert customers.ended == ""
+
+
+def test_the_thoughts_in_a_file_of_answers_are_left_out(tmp_path):
+    thought = {"role": "assistant", "content": "<think>3</think>8"}
+    with serving() as server:
+        customers = customers_of(server.url, tmp_path)
+        customers.cache.put(key_of("m", 0.0, 0, [YES], []), thought, 10)
+        assert asyncio.run(customers.ask([YES]))["content"] == "8" and server.bodies == []
+
+
+@pytest.mark.parametrize(
+    ("refusal", "remedy"),
+    [
+        ("'temperature' does not support 0", "mend the temperature of the call"),
+        ("unknown field `top_k`", "mend the top_k of the call"),
+        ("no such model", "mend customer_url, customer_model or the key in OPENAI_API_KEY"),
+    ],
+)
+def test_a_refusal_names_what_to_mend(tmp_path, refusal, remedy):
+    with serving() as server:
+        server.refusal, server.faults = refusal, [400]
+        customers = customers_of(server.url, tmp_path)
+        with pytest.raises(Outage):
+            asyncio.run(customers.ask([YES], top_k=3))
+        assert remedy in customers.ended
