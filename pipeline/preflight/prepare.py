@@ -236,7 +236,7 @@ def _clock_of_run(resumed: Sequence[Path]) -> str | None:
     """Return the clock that the chat template of a resumed run reads, from its checkpoint."""
     whole = next((path for path in resumed if not problem(path)), None)
     template = whole and whole / "chat_template.jinja"
-    return clock_of(template.read_text(encoding="utf-8")) if template else None
+    return clock_of(template.read_text()) if template and template.is_file() else None
 
 
 def _graded(config: Config, domains: Mapping[str, Domain]) -> Graded:
