@@ -78,7 +78,8 @@ def test_the_documented_functions_train_and_a_budget_of_calls_ends_the_run(
     assert "max_reward_calls: got 9, and reward functions were called 10 times" in said
     assert "Traceback" not in said
     out = tmp_path / "out"
-    assert [path.name for path in sorted(out.glob("checkpoints/step-*"))] == ["step-000001"]
+    saved = [path.name for path in sorted(out.glob("checkpoints/step-*"))]
+    assert saved == ["step-000000", "step-000001"]
     assert play_ranks(run, 2, str(tmp_path), [*argv, *AGAIN]) == [0, 0]
     state = json.loads((out / "checkpoints" / "stage-1-sums" / "state.json").read_text())
     assert json.dumps(state).count('"num_reward_calls": 20') == 1
