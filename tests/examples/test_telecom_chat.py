@@ -39,7 +39,7 @@ def test_the_tasks_are_those_of_telecom_under_another_policy():
             assert (mine.id, mine.payload) == (theirs.id, theirs.payload)
             assert (mine.family, mine.branch) == (theirs.family, theirs.branch)
             assert mine.prompt[1:] == theirs.prompt[1:]
-            assert mine.prompt[0]["content"].startswith("telecom_chat\n\nYou serve")
+            assert mine.prompt[0]["content"].startswith("telecom_chat\n============\n\nYou serve")
             assert mine.key == ("telecom_chat", theirs.id)
 
 
