@@ -62,7 +62,10 @@ def write_gguf(
     writer.add_token_scores([float(-n) for n in range(len(words))])
     writer.add_token_types([1] * (len(words) - 1) + [3])
     writer.add_token_merges(list(merges))
+    writer.add_bos_token_id(len(words) - 1)
     writer.add_eos_token_id(len(words) - 1)
+    writer.add_unk_token_id(0)
+    writer.add_pad_token_id(len(words) - 1)
     for name, value in keys.items():
         add = writer.add_bool if isinstance(value, bool) else writer.add_string
         add(f"tokenizer.ggml.{name}", value)
