@@ -54,6 +54,7 @@ class Asked:
     answer: Future[Message] = field(default_factory=Future)
     task: asyncio.Task[Message] | None = None  # in the rollout's event loop
     undo: Callable[[], None] | None = None
+    is_taken: bool = False
     is_malformed: bool = False
     has_arrived: bool = False  # set in the loop's thread
     is_settled: bool = False  # whether the loop has had TURNS to go on; set in the loop's thread
@@ -170,7 +171,6 @@ class LoopPolicy:
 
     def _take(self, asked: Asked) -> None:
         """Begin to make a message, in the rollout's event loop."""
-        self._num_taken += 1
         self._asked = [a for a in self._asked if not a.has_arrived or _is_going_on(a)]
         self._asked.append(asked)
         asked.task = asyncio.create_task(self._next(asked))
@@ -178,6 +178,7 @@ class LoopPolicy:
 
     def _give(self, asked: Asked, task: asyncio.Task[Message]) -> None:
         """Give the loop what was made."""
+        self._num_taken += not asked.is_taken  # it was given up before
         self._num_said += 1
         if task.cancelled():
             asked.answer.cancel()
@@ -199,6 +200,8 @@ class LoopPolicy:
             self._first.num_malformed_calls -= asked.is_malformed
 
     async def _next(self, asked: Asked) -> Message:
+        asked.is_taken = True
+        self._num_taken += 1  # from now on, the policy has it
         if self.end is None and self._num_messages >= self._limits.max_turns:
             self.end = StopReason.MAX_TURNS
         if self.is_over or self.end is not None:
