@@ -259,7 +259,8 @@ def record(
     )
     for line in run.action_collapse.messages({**statistics, **metrics}, run.config):
         run.say(f"warning: step {run.state.step}: {line}")
-    if line := run.standstill.message({**statistics, **metrics}):
+    peak = run.config.peak_learning_rate
+    if line := run.standstill.message({**statistics, **metrics}, peak):
         run.say(f"warning: step {run.state.step}: {line}")
     return {**statistics, **metrics}
 

@@ -44,10 +44,11 @@ def main_memory(groups: str | None = None) -> tuple[int, int]:
 
 
 def _reclaimable(group: Path) -> int:
-    """Return the bytes of files in the page cache, which the kernel gives up first."""
+    """Return the bytes of files in the page cache, which the kernel gives up for a process."""
     lines = (group / "memory.stat").read_text().splitlines()
     sizes = dict(line.split() for line in lines)
-    return int(sizes.get("total_inactive_file", sizes.get("inactive_file", 0)))
+    names = ("inactive_file", "active_file")
+    return sum(int(sizes.get(f"total_{name}", sizes.get(name, 0))) for name in names)
 
 
 def refuse_too_many(num_ranks: int, have: int) -> None:

@@ -245,7 +245,8 @@ def keywords_read(function: Callable[..., Any]) -> set[str] | None:
                 args=[ast.Constant(value=str(key)), *_],
             ):
                 keys[of] = key
-    loaded = [node for node in nodes if isinstance(node, ast.Name) and node.id == rest]
+    whole = (rest, "locals", "vars")
+    loaded = [node for node in nodes if isinstance(node, ast.Name) and node.id in whole]
     if hasattr(function, "__wrapped__") or not all(node in keys for node in loaded):
         return None
     return {p.name for p in parameters} | {keys[node] for node in loaded}

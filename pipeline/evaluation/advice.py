@@ -25,7 +25,7 @@ from pipeline.files.untrusted import shown as shown_text
 from pipeline.rollout.trajectory import EpisodeRecord, StopReason, Trajectory
 
 STILL_STEPS = 10  # number of steps with signal that tell whether the reward rises
-STILL_RATE = 1e-7  # a lower mean learning rate of these steps hardly moves a weight
+STILL_RATE = 1e-7  # a lower peak of the learning rate hardly moves a weight
 MAX_ANSWER = 120  # largest number of characters of an answer in a line
 DEAD_STEPS = 10  # number of steps in a row without a gradient that makes a domain dead
 ADVICE = {
@@ -72,7 +72,11 @@ def commonest_end(reasons: Counter[StopReason], whose: str, config: Config) -> s
     reason = max(StopReason, key=reasons.__getitem__)
     share = 100 * reasons[reason] / max(1, reasons.total())
     remedy = ADVICE[reason]
-    if reason is not StopReason.ENVIRONMENT_ERROR and not config.is_supervised:
+    if reason is StopReason.ENVIRONMENT_ERROR:
+        pass
+    elif config.warm_start.steps:
+        remedy += f"; or raise warm_start.steps ({config.warm_start.steps})"
+    elif not config.is_supervised:
         remedy = remedy.replace("give the warm start demonstrations", UNTAUGHT)
         if config.model.model == "tiny":
             remedy = "the model's weights are random; give a warm start (--warm-start-steps)"
@@ -287,32 +291,31 @@ class DeadDomains:
 class StandStill:
     """Looks for steps with signal in which neither the weights nor the reward move.
 
-    AdamW changes a weight by about the learning rate in a step, however small the gradient is.
+    AdamW changes a weight by about the learning rate in a step, however small the gradient is. The
+    peak rate counts: at the end of a schedule, a policy may stand still because it has learned.
     """
 
     def __init__(self) -> None:
-        self._steps: list[tuple[float, float]] = []  # learning rate and mean reward
+        self._rewards: list[float] = []
         self._is_said = False
 
-    def message(self, metrics: Mapping[str, float]) -> str:
+    def message(self, metrics: Mapping[str, float], peak: float) -> str:
         """Count a step; return a message once, after STILL_STEPS steps that moved nothing."""
         reward = metrics.get("reward/mean")
         if metrics.get("train/trained_episodes") and reward is not None:
-            self._steps.append((metrics["train/learning_rate"], reward))
-        if self._is_said or len(self._steps) < STILL_STEPS:
+            self._rewards.append(reward)
+        if self._is_said or peak >= STILL_RATE or len(self._rewards) < STILL_STEPS:
             return ""
-        rates, rewards = zip(*self._steps, strict=True)
-        self._steps = []
-        halves = rewards[: STILL_STEPS // 2], rewards[STILL_STEPS // 2 :]
+        halves = self._rewards[: STILL_STEPS // 2], self._rewards[STILL_STEPS // 2 :]
+        self._rewards = []
         first, last = map(fmean, halves)
-        spread = Z95 * sqrt(sum(stdev(of) ** 2 / len(of) for of in halves))
-        if fmean(rates) >= STILL_RATE or last - first > spread:
+        if last - first > Z95 * sqrt(sum(stdev(of) ** 2 / len(of) for of in halves)):
             return ""
         self._is_said = True
         return (
             f"{STILL_STEPS} steps had groups with signal, but the mean reward stands still "
-            f"({first:.2f} -> {last:.2f}): the learning rates of these steps add up to "
-            f"{sum(rates):.1g}, so no weight moved by much more; raise learning_rate"
+            f"({first:.2f} -> {last:.2f}): the peak of the learning rate is {peak:g}, and a step "
+            "moves no weight by much more; raise learning_rate"
         )
 
 

@@ -261,7 +261,7 @@ def test_ranks_that_main_memory_can_hold_are_not(gpus, monkeypatch, num_gpus):
 @pytest.mark.parametrize(
     ("groups", "files", "expected"),
     [
-        ("0::/\n", {"memory.max": 8, "memory.current": 3, "memory.stat": 1}, (8, 6)),
+        ("0::/\n", {"memory.max": 8, "memory.current": 3, "memory.stat": 1}, (8, 7)),
         ("0::/job/step\n", {"job/memory.max": 4, "job/memory.current": 1}, (4, 3)),
         (
             "4:memory:/docker/x\n0::/\n",  # seen from inside, it is the outermost
@@ -281,7 +281,7 @@ def test_main_memory_is_what_control_groups_allow(tmp_path, monkeypatch, groups,
         if path.name.startswith(("memory.current", "memory.usage")):
             path.with_name("memory.stat").touch()
     if "memory.stat" in files:
-        (tmp_path / "memory.stat").write_text(f"anon 5\ninactive_file {GIB}\n")
+        (tmp_path / "memory.stat").write_text(f"anon 5\ninactive_file {GIB}\nactive_file {GIB}\n")
     monkeypatch.setattr(main_memory, "CGROUPS", tmp_path)
     here = types.SimpleNamespace(total=24 * GIB, available=18 * GIB)
     monkeypatch.setattr(main_memory.psutil, "virtual_memory", lambda: here)

@@ -534,6 +534,7 @@ def test_rows_that_differ_in_what_no_one_reads_are_one_task(place, kind, reset):
         WHOLE,
         "def reset(self, **row): self.answer = [*row.values()], row['answer']",
         "def reset(self, **row): super().__init__(); self.answer = str(row)",
+        "def reset(self, **row): self.answer = str(locals())",
     ],
     ids=["whole", "values", "passed on"],
 )
