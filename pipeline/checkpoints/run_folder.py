@@ -13,6 +13,7 @@ import shutil
 import time
 from collections.abc import Container, Mapping
 from contextlib import suppress
+from itertools import count
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import IO, Any, NamedTuple
@@ -243,8 +244,8 @@ def put_start_aside(folder: Path) -> Path | None:
     if not (metrics.is_file() and metrics.stat().st_size) and not (folder / TRANSCRIPTS).is_dir():
         (folder / WARNINGS).unlink(missing_ok=True)
         return None
-    number = 1 + len([*folder.glob(f"{EARLIER}*")])
-    earlier = folder / f"{EARLIER}{number}"
+    names = (folder / f"{EARLIER}{number}" for number in count(1))
+    earlier = next(path for path in names if not path.exists())
     earlier.mkdir()
     for name in (RUN_SETTINGS, METRICS, TIMINGS, WARNINGS, RESULTS, TRANSCRIPTS):
         with suppress(FileNotFoundError):

@@ -40,6 +40,8 @@ from pipeline.sft import sources_of
 
 # Attributes of a tokenizer that are not in its tokenizer.json.
 RULES = ("clean_up_tokenization_spaces", "split_special_tokens", "response_template")
+# The file that a process was started by, which differs with the number of ranks.
+STARTED = ("__main__", "__mp_main__")
 FEW = 100  # of fewer generated tasks, some families may have none
 Graded = dict[tuple[str, str], Sequence[Task]]  # training tasks by domain and difficulty
 
@@ -310,7 +312,7 @@ def hashes_of_modules(config: Config, known: Iterable[str] = ()) -> dict[str, st
     factories = (of.factory for of in config.factories.values())
     for target in (*factories, *config.data.reward_funcs):
         found |= _hashes_of_modules(target.partition(":")[0])
-    for name in known:
+    for name in set(known) - {MODULE + started for started in STARTED}:
         with suppress(Exception):  # whatever a package of the user's raises, as its import will
             spec = find_spec(name.removeprefix(MODULE)) if name not in found else None
             if spec is not None and spec.origin is not None and os.path.isfile(spec.origin):
@@ -327,7 +329,7 @@ def _hashes_of_modules(named: str) -> dict[str, str]:
         name: file
         for name, module in [*sys.modules.items()]
         if (file := getattr(module, "__file__", None))
-        and name.partition(".")[0] != __name__.partition(".")[0]
+        and name.partition(".")[0] not in (__name__.partition(".")[0], *STARTED)
     }
     if named not in files:
         return {}

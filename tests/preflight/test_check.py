@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 from datetime import datetime
+from importlib import import_module
 
 import pytest
 from tokenizers import Tokenizer
@@ -19,7 +20,7 @@ from pipeline.models.tiny import tiny_model
 from pipeline.preflight import check
 from pipeline.preflight.check import check_and_prepare
 from pipeline.preflight.memory import GIB, Memory, memory_of_a_rank
-from pipeline.preflight.prepare import hashes_of_tokenizer, prepare
+from pipeline.preflight.prepare import hashes_of_modules, hashes_of_tokenizer, prepare
 from tests.support import ROOT
 from tests.support.helpers import tokenizer
 from tests.support.messages import refusal, says
@@ -443,6 +444,23 @@ def test_what_a_run_without_a_checkpoint_has_written_is_moved_and_not_lost(tmp_p
     moved = {path.name for path in kept.iterdir()}
     assert moved == {"config.yaml", "metrics.jsonl", "trajectories"}
     assert not (tmp_path / "metrics.jsonl").exists() and not (tmp_path / "trajectories").exists()
+    shutil.rmtree(first)
+    (tmp_path / "metrics.jsonl").write_text("3\n")
+    begin(opened, settings, 1, 0, set())
+    assert (first / "metrics.jsonl").read_text() == "3\n"
+    assert (kept / "metrics.jsonl").read_text() == "2\n"
+
+
+def test_the_file_that_starts_a_rank_beside_a_module_is_not_of_the_run(tmp_path, monkeypatch):
+    """Another number of ranks, or another launcher, starts them by another file."""
+    (tmp_path / "beside_the_start.py").write_text("def correct(**_): ...")
+    (tmp_path / "start.py").write_text("")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr("__main__.__file__", str(tmp_path / "start.py"), raising=False)
+    import_module("beside_the_start")
+    settings = config(data={"reward_funcs": ["beside_the_start:correct"]})
+    found = hashes_of_modules(settings, ["module __main__", "module __mp_main__"])
+    assert found.keys() == {"module beside_the_start"}
 
 
 CHANGES = {
