@@ -536,7 +536,7 @@ def test_rows_that_differ_in_what_no_one_reads_are_one_task(place, kind, reset):
         "def reset(self, **row): super().__init__(); self.answer = str(row)",
         "def reset(self, **row): self.answer = str(locals())",
     ],
-    ids=["whole", "values", "passed on"],
+    ids=["whole", "values", "passed on", "locals"],
 )
 def test_requests_that_are_trained_on_and_may_be_one_task_are_counted(place, reset):
     sets = desk(place, reset, tasks={"desk": lines(place / "desk.jsonl", asked(12))})
