@@ -187,7 +187,7 @@ def test_the_server_reads_alone_and_answers_only_who_has_the_token(run_folder, c
         name = {"0.0.0.0": platform.node(), "::": platform.node(), "::1": "[::1]"}.get(host, host)
         assert re.fullmatch(rf"http://{re.escape(name)}:\d+/\?token=[\w-]{{43}}", address)
         if not is_here:
-            address = address.replace(name, "127.0.0.1")
+            address = address.replace(f"//{name}:", "//127.0.0.1:")
         code, page = answer(address)
         assert code == 200
         assert "connect-src &#39;self&#39;" in page or "connect-src 'self'" in page
