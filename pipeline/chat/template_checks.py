@@ -26,7 +26,7 @@ def _tool(name: str, **types: str) -> dict[str, Any]:
     return {"type": "function", "function": function}
 
 
-_WORD = re.compile(r"probe\d+_\d+")
+_WORD = re.compile(r"probE\d+_\d+")  # which no change of case leaves alone
 MIN_WORDS = 400  # of a test message, so that a template that shortens texts is found
 MAX_WORDS = 50_000
 _ADDRESS = re.compile(r" at 0x[0-9a-f]{6,}")  # in the text of a Python object
@@ -35,7 +35,7 @@ _RANDOM = re.compile(r"\|\s*random\b|['\"]random['\"]|\blipsum\b")
 
 def _text(number: int, count: int = MIN_WORDS) -> str:
     """Return a text of `count` words with spaces, line breaks and blank lines between them."""
-    return " \n\n".join(f"probe{number}_{n}" for n in range(count))
+    return " \n\n".join(f"probE{number}_{n}" for n in range(count))
 
 
 ASKED: Message = {"role": "user", "content": "-"}
@@ -156,8 +156,8 @@ def check_shown(render: Render, messages: Sequence[Message], **options: Any) -> 
     """Return which roles' texts a template leaves out, as {role: "all" or "a part"}.
 
     The texts of `messages` are replaced by test texts of at least their lengths. Raises UserError
-    if a part of a user's text or of a tool result is left out, if the messages stand in another
-    order, or if the same messages are rendered in different ways.
+    if a part of a user's text or of a tool result is left out, if messages or their words stand in
+    another order, or if the same messages are rendered in different ways.
     """
     talk = [dict(message) for message in messages]
     texts = dict[int, list[str]]()
@@ -180,9 +180,10 @@ def check_shown(render: Render, messages: Sequence[Message], **options: Any) -> 
         role = min(found)
         what = "tool results" if role == "tool" else "the user's messages"
         fault = f"leaves {left_out[role]} of {what} out"
-    starts = [f"probe{n}_0" for n in texts if shown[n] and talk[n]["role"] != "system"]
-    if not fault and [word for word in seen if word in {*starts}] != starts:
-        fault = "writes messages in another order"
+    turns = [words for n, words in texts.items() if talk[n]["role"] != "system"]
+    order = dict.fromkeys(word for words in turns for word in words if word in seen)
+    if not fault and [word for word in seen if word in order] != [*order]:
+        fault = "writes messages or words in another order"
     if not fault and (text != render(talk, **options) or _ADDRESS.search(text)):
         fault = "renders one conversation in different ways"
     if fault:

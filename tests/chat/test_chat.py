@@ -506,6 +506,19 @@ HIDING = {  # the start of a template, what replaces its loop, and what its refu
     "the first request": ("", "{%- for message in messages[1:] -%}", "the user's messages out"),
     "old messages": ("", "{%- for message in messages[-30:] -%}", "the user's messages out"),
     "order": ("", "{%- for message in messages[::-1] -%}", "in another order"),
+    "order of words": (
+        "",
+        """{%- for message in messages -%}
+        {%- set words = message.content.split() | reverse | join(' ') -%}
+        {%- set message = message if message.tool_calls else {'role': message.role, 'content': words} -%}""",
+        "in another order",
+    ),
+    "case": (
+        "{%- macro low(m) -%}{{ m.content | lower }}{%- endmacro -%}",
+        """{%- for message in messages -%}
+        {%- set message = {'role': 'user', 'content': low(message)} if message.role == 'user' else message -%}""",
+        "the user's",
+    ),
     "order of long ones": (
         "",
         "{%- for message in (messages | reverse if messages | length > 40 else messages) -%}",
