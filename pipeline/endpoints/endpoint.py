@@ -41,18 +41,24 @@ REPEATED = (408, 409, 425, 429)  # statuses below 500 that another attempt may c
 LOST = (ssl.SSLEOFError, ssl.SSLZeroReturnError, ssl.SSLSyscallError)  # a lost connection
 # Fields of a request that some services refuse, and what these take instead.
 REFUSED = {"seed": "", "max_tokens": "max_completion_tokens"}
+_CUT = "its answer was cut off at the limit of tokens; give it more"
+_FILTERED = "its content filter has cut the answer"
 NO_ANSWERS = {  # values of `finish_reason`
-    "length": "its answer was cut off at the limit of tokens; give it more",
-    "content_filter": "its content filter has cut the answer",
+    **dict.fromkeys(("length", "max_tokens", "model_length"), _CUT),
+    **dict.fromkeys(("content_filter", "safety"), _FILTERED),
 }
-_BEGIN = r"(?:<(?:seed:)?(?:think|thinking|thought|reasoning)>|\[THINK\]|◁think▷)"
-_END = r"(?:</(?:seed:)?(?:think|thinking|thought|reasoning)>|\[/THINK\]|◁/think▷)"
+BROKEN_OFF = ("abort", "error", "insufficient_system_resource")  # another attempt may end
+_TAGS = "(?:seed:)?(?:think|thinking|thought|reasoning|scratchpad)"
+_BEGIN = (
+    rf"(?:<{_TAGS}>|\[THINK\]|◁think▷|<\|begin_of_thought\|>|<\|channel\|>analysis<\|message\|>)"
+)
+_END = rf"(?:</{_TAGS}>|\[/THINK\]|◁/think▷|<\|end_of_thought\|>|<\|channel\|>final<\|message\|>)"
 
 
 def spoken(text: str) -> str:
     """Return a message without the thoughts of a reasoning model, also without an open thought."""
-    text = re.sub(f"{_BEGIN}.*?{_END}", "", text, flags=re.DOTALL)
-    return re.split(_BEGIN, re.split(_END, text)[-1])[0].strip()
+    text = re.sub(f"(?is){_BEGIN}.*?{_END}", "", text)
+    return re.split(f"(?i){_BEGIN}", re.split(f"(?i){_END}", text)[-1])[0].strip()
 
 
 class Useless(Outage):
@@ -329,7 +335,10 @@ def _read(text: str, as_written: bool) -> tuple[Message | None, int, str]:
             num_tokens = max(0, usage["total_tokens"])
         choice = response["choices"][0]
         message = choice["message"]
-        why = NO_ANSWERS.get(choice.get("finish_reason"), "")
+        ended = (choice.get("finish_reason") or "").lower()
+        if ended in BROKEN_OFF:
+            return None, num_tokens, ""
+        why = NO_ANSWERS.get(ended, "")
         if why and not as_written:
             return None, num_tokens, why
         content = _text_of_parts(message.get("content"))

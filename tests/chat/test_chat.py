@@ -508,16 +508,9 @@ HIDING = {  # the start of a template, what replaces its loop, and what its refu
     "order": ("", "{%- for message in messages[::-1] -%}", "in another order"),
     "order of words": (
         "",
-        """{%- for message in messages -%}
-        {%- set words = message.content.split() | reverse | join(' ') -%}
-        {%- set message = message if message.tool_calls else {'role': message.role, 'content': words} -%}""",
+        f"{LOOP}{{%- set words = message.content.split() | reverse | join(' ') -%}}"
+        "{%- set message = dict(message, content=words) -%}",
         "in another order",
-    ),
-    "case": (
-        "{%- macro low(m) -%}{{ m.content | lower }}{%- endmacro -%}",
-        """{%- for message in messages -%}
-        {%- set message = {'role': 'user', 'content': low(message)} if message.role == 'user' else message -%}""",
-        "the user's",
     ),
     "order of long ones": (
         "",
@@ -549,6 +542,7 @@ CUTS = {
     "a line": "{{ message.content.split('\\n')[0] }}",
     "a paragraph": "{{ message.content.split('\\n\\n') | last }}",
     "a word": "{{ message.content | truncate(400) }}",
+    "capitals": "{{ message.content | lower }}",
 }
 
 

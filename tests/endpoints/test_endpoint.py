@@ -301,6 +301,9 @@ def reply(content, finish_reason="stop", **fields):
         "<thinking>3</thinking> 8",
         "<reasoning>3</reasoning>8 <think>or 4",
         "[THINK]3[/THINK]8",
+        "<Think>3</Think>8",
+        "<|begin_of_thought|>3<|end_of_thought|>8",
+        "<|channel|>analysis<|message|>3<|end|><|start|>assistant<|channel|>final<|message|>8",
         [{"type": "thinking", "thinking": [{"text": "3"}]}, {"type": "text", "text": "8"}],
     ],
 )
@@ -316,6 +319,7 @@ def test_the_thoughts_of_a_model_are_no_part_of_its_message(server, content):
     [
         (reply("Score: 1", "length"), "cut off at the limit of tokens"),
         (reply(None, "length", reasoning_content="hm"), "cut off at the limit of tokens"),
+        (reply("Score: 1", "model_length"), "cut off at the limit of tokens"),
         (reply("", "content_filter"), "content filter"),
         (reply("<think>3 of 10"), "thoughts and no message"),
         (reply(None, reasoning="3 of 10"), "thoughts and no message"),
@@ -327,6 +331,14 @@ def test_an_answer_that_is_none_is_paid_once_and_says_why(server, text, why):
     with pytest.raises(Refused, match=why) as caught:
         client()
     assert (caught.value.for_all, client.paid, len(server.bodies)) == (False, [(None, 10)], 1)
+
+
+@pytest.mark.parametrize("why", ["error", "abort", "insufficient_system_resource"])
+def test_an_answer_that_the_service_broke_off_is_asked_again(server, why):
+    server.faults = [reply("Score: 1", why)]
+    client = Client(server.url)
+    assert client()["content"] == "Yes."
+    assert client.paid[0] == (None, 10)
 
 
 @pytest.mark.parametrize(
