@@ -97,7 +97,7 @@ def _tokenizer_of_files(name: str, **options: Any) -> Any:
     if not is_rebuilt or not kind.__module__.startswith("transformers.") or file is None:
         return tokenizer
     own: Any = PreTrainedTokenizerFast.from_pretrained(name, **options)
-    for token in ("bos_token", "eos_token", "pad_token"):  # some classes have a default
+    for token in ("bos_token", "eos_token", "unk_token", "pad_token"):  # classes have defaults
         if getattr(own, token) is None and getattr(tokenizer, token) in own.get_vocab():
             setattr(own, token, getattr(tokenizer, token))
     return own

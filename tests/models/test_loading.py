@@ -118,7 +118,7 @@ def test_a_tokenizer_keeps_what_its_configuration_and_its_class_add(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
     loaded = load_tokenizer(ModelSettings(model=str(tmp_path)))
     assert loaded.tokenize("    1<think>10") == ["ĠĠĠĠ", "1", "<think>", "1", "0"]
-    assert loaded.eos_token == "<|endoftext|>"  # the class's own
+    assert loaded.eos_token == loaded.unk_token == "<|endoftext|>"  # the class's own
 
 
 def test_without_a_tokenizer_json_the_class_splits(tmp_path):
