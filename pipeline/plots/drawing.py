@@ -58,8 +58,13 @@ def panels_over_steps(
     for axes in panels:
         tidy(axes)
         _mark_stages(axes, run, with_names=axes is panels[0])
-    panels[-1].set_xlabel("optimizer step")
+    label_steps(panels[-1])
     return figure, panels
+
+
+def label_steps(axes: Axes) -> None:
+    axes.set_xlabel("optimizer step")
+    axes.locator_params(axis="x", integer=True)
 
 
 def complete(number: Number | None) -> list[float]:

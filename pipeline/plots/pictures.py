@@ -130,7 +130,12 @@ def _draw_smoothed(axes: Axes, run: RunData, key: str, colour: str) -> None:
         if points := _points(run.of_stage(stage), key):
             steps, raw = zip(*points, strict=True)
             axes.plot(steps, raw, color=colour, **STEP)
-            axes.plot(steps, smooth(raw), color=colour, **SMOOTHED)
+            axes.plot(steps, smooth(raw), color=colour, marker=_marker(points), **SMOOTHED)
+
+
+def _marker(points: Sequence[Any]) -> str:
+    """Return the marker of a line, which one point alone needs to be seen."""
+    return "" if points[1:] else "."
 
 
 def optimization(run: RunData) -> Figure | None:
@@ -444,7 +449,8 @@ def curves(configurations: Sequence[Configuration]) -> Figure:
             for run in configuration.runs:
                 for stage in run.stages:
                     points = _points(run.of_stage(stage), f"reward/{domain}")
-                    left.plot([x for x, _ in points], smooth([y for _, y in points]), **style)
+                    smoothed = smooth([y for _, y in points])
+                    left.plot([x for x, _ in points], smoothed, marker=_marker(points), **style)
                 ends = [
                     (evaluation["step"], number[0])
                     for evaluation in points_of(run.results)
@@ -455,10 +461,10 @@ def curves(configurations: Sequence[Configuration]) -> Figure:
         drawing.tidy(left)
         drawing.tidy(right)
     words = smoothing(run for c in configurations for run in c.runs)
-    grid[0, 0].set_title(f"training reward, {words}", fontsize="small")
+    grid[0, 0].set_title(", ".join(filter(None, ["training reward", words])), fontsize="small")
     grid[0, 1].set_title("held-out success, sampled", fontsize="small")
     for axes in grid[-1]:
-        axes.set_xlabel("optimizer step")
+        drawing.label_steps(axes)
     # One handle names a configuration, though it has a line for each run.
     of_names = dict(zip(*reversed(grid[0, 1].get_legend_handles_labels()), strict=True))
     figure.legend(of_names.values(), of_names, **drawing.BELOW | {"fontsize": "medium"})

@@ -154,6 +154,16 @@ def test_a_mean_is_said_to_be_of_the_steps_that_it_is_of(tmp_path, num_steps, ev
     assert means == ([words] if words else [])
 
 
+def test_a_stage_of_one_step_is_seen_and_steps_are_whole_numbers(tmp_path):
+    folder = make_run(tmp_path / "run", ("mixed",))
+    with_metrics(folder, lambda line: line if line["step"] == 1 else None)
+    run = load_run(folder)
+    axes = learning_curves(run).axes[0]
+    assert "." in [line.get_marker() for line in axes.get_lines() if [*line.get_xdata()] == [1]]
+    axes.set_xlim(0, 2)
+    assert [*axes.get_xticks()] == [0, 1, 2]
+
+
 def test_each_metric_of_the_updates_has_a_panel_even_if_it_is_0(tmp_path):
     folder = make_run(tmp_path / "run", ("mixed",))
     assert optimization(load_run(folder)) is None, "a run of an earlier version"
