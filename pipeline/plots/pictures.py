@@ -135,7 +135,7 @@ def _draw_smoothed(axes: Axes, run: RunData, key: str, colour: str) -> None:
 
 def _marker(points: Sequence[Any]) -> str:
     """Return the marker of a line, which one point alone needs to be seen."""
-    return "" if points[1:] else "."
+    return "." if len(points) == 1 else ""
 
 
 def optimization(run: RunData) -> Figure | None:

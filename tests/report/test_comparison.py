@@ -64,6 +64,7 @@ def test_numbers_are_those_of_all_seeds_and_their_difference_to_mixed(configurat
     assert first.against_mixed["average_accuracy"][0] == pytest.approx(0.0)
 
 
+@pytest.mark.filterwarnings("error::UserWarning")  # a layout that found no room for its axes
 def test_the_command_compares_the_runs_of_a_folder(sweep, configurations, tmp_path, capsys):
     folder = tmp_path / "all"
     shutil.copytree(sweep, folder)
