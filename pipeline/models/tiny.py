@@ -38,7 +38,7 @@ tojson }}} {{- '\n' }}</tool_call>
 <|im_end|>
 {%- endfor -%}
 {%- if add_generation_prompt -%}<|im_start|>assistant{{ '\n' }}{%- endif -%}
-"""
+""".strip()
 RESPONSE_TEMPLATE = {
     "defaults": {"role": "assistant"},
     "start_anchor": "<|im_start|>assistant\n",
@@ -84,7 +84,7 @@ def tiny_tokenizer(domains: Iterable[Domain] = ()) -> PreTrainedTokenizerFast:
         eos_token=SPECIAL[2],
         clean_up_tokenization_spaces=False,
     )
-    fast.chat_template = CHAT_TEMPLATE.strip()
+    fast.chat_template = CHAT_TEMPLATE
     fast.response_template = RESPONSE_TEMPLATE
     return fast
 

@@ -29,6 +29,7 @@ from pipeline.evaluation.baselines import baseline_calls
 from pipeline.files.hub import check_upload
 from pipeline.files.untrusted import shown
 from pipeline.models.loading import load_tokenizer
+from pipeline.models.tiny import CHAT_TEMPLATE as TINY_TEMPLATE
 from pipeline.preflight.task_sets import IsLong, TaskSets, longest_of, task_sets
 from pipeline.preflight.trials import (
     TooLow,
@@ -184,7 +185,7 @@ def prepare(
             needs = {"max_tokens": prompts[name] + turn}
             beyond.append(TooLow(f"{what} ({where})", needs, is_refused=True))
     for role, part in prepared.unseen.items():
-        if config.model.model != "tiny":  # which reads the first line of a system message, as said
+        if tokenizer.chat_template != TINY_TEMPLATE:  # which reads a first line alone, as said
             what = f"{part} of the {role} message"
             prepared.warnings.append(f"the chat template leaves {what} out of prompts")
     prepared.warnings.extend(check_limits(limits, beyond, prompts))

@@ -549,4 +549,7 @@ def test_a_policy_that_no_prompt_shows_is_a_warning(tmp_path):
     own = config(model={"model": str(tmp_path)}, warm_start={"steps": 0})
     said = "the chat template leaves all of the system message out of prompts"
     assert said in prepare(own).warnings
-    assert not [line for line in prepare(config()).warnings if "leaves" in line]
+    made.chat_template = made.chat_template.replace(hiding, loop)
+    made.save_pretrained(tmp_path)
+    for of_tiny in (config(), own):
+        assert not [line for line in prepare(of_tiny).warnings if "leaves" in line]
