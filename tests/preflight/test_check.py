@@ -16,7 +16,7 @@ from pipeline.checkpoints.run_folder import begin, check_folder, folder_of, open
 from pipeline.config.recipe import load_recipe
 from pipeline.config.settings import Config, ModelSettings
 from pipeline.models import lora
-from pipeline.models.tiny import tiny_model
+from pipeline.models.tiny import CHAT_TEMPLATE, tiny_model
 from pipeline.preflight import check
 from pipeline.preflight.check import check_and_prepare
 from pipeline.preflight.memory import GIB, Memory, memory_of_a_rank
@@ -543,13 +543,13 @@ def test_a_policy_that_no_prompt_shows_is_a_warning(tmp_path):
     made = tokenizer()
     loop = "{%- for message in messages -%}"
     hiding = "{%- for message in messages if not (tools and message.role == 'system') -%}"
-    made.chat_template = made.chat_template.replace(loop, hiding)
+    made.chat_template = CHAT_TEMPLATE.replace(loop, hiding)
     made.save_pretrained(tmp_path)
     tiny_model(made, 0).save_pretrained(tmp_path)
     own = config(model={"model": str(tmp_path)}, warm_start={"steps": 0})
     said = "the chat template leaves all of the system message out of prompts"
     assert said in prepare(own).warnings
-    made.chat_template = made.chat_template.replace(hiding, loop)
+    made.chat_template = CHAT_TEMPLATE
     made.save_pretrained(tmp_path)
     for of_tiny in (config(), own):
         assert not [line for line in prepare(of_tiny).warnings if "leaves" in line]
