@@ -4,6 +4,7 @@ For byte-level tokenizers, the file has only the name of the split, `tokenizer.g
 expressions are facts from llama.cpp (src/llama-vocab.cpp) and the models' own tokenizer.json.
 """
 
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -53,9 +54,7 @@ def set_split(tokenizer: Any, file: Path) -> None:
 
     Raises UserError for a byte-level tokenizer with the name of an unknown split, or without one.
     """
-    from gguf import GGUFReader
-
-    read = GGUFReader(file).fields.get
+    read = import_module("gguf").GGUFReader(file).fields.get
     fields = [read(f"tokenizer.ggml.{key}") for key in KEYS]
     kind, name, has_space = (field and field.contents() for field in fields)
     backend = tokenizer.backend_tokenizer

@@ -112,7 +112,9 @@ def test_empty_variables_count_as_none(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_a_library_cannot_read_as_it_is_imported_is_one_line(
     name: str, value: str, library: str, reason: str
 ) -> None:
-    program = f"from pipeline.run import guarded; exit(guarded(lambda: __import__({library!r})))"
+    program = (
+        f"from pipeline.run import guarded; exit(guarded(lambda: __import__({library!r}), []))"
+    )
     environment = {**os.environ, name: value}
     ended = subprocess.run(
         [sys.executable, "-c", program], cwd=ROOT, env=environment, capture_output=True, text=True

@@ -150,7 +150,7 @@ def refusal(call, *arguments) -> str:
         ("def about(): return {'a': {1, 2}}", ("about() fails (TypeError", "return JSON values")),
         ("def about(): return 1 / 0", ("whose about() fails (ZeroDivisionError", "line ")),
         ("def baselines(task): return 1 / 0", ("fail on task 'test-0' (ZeroDivisionError", "line")),
-        ("def baselines(task): return {'a': ['show']}", ("baselines of bank", "the call 'show'")),
+        ("def baselines(task): return {'a': [3]}", ("baselines of bank", "the call 3")),
         (
             "def generate_tasks(*given): raise ValueError(f'no {given[3]} tasks')",
             ("tasks of bank: no medium tasks", "(own_bank.py, line "),

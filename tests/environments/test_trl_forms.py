@@ -150,9 +150,11 @@ def test_two_environments_of_one_dataset_with_reward_functions(routed):
     config = config_of(BOTH, tasks=routed, reward_funcs=HITS)
     prepared = prepare(config)
     drawn = "8 tasks: 1 held out, 1 for validations, 6 for training; drawn by a hash of the task"
+    summed = "hits (weight 1) and lowered (weight 1)"
     assert prepared.notes == [
         *(f"{name}: {drawn}" for name in BOTH),
         "strict: the tool lower has no docstring, so a model sees only its name",
+        *(f"{name}: the reward is the sum of {summed}" for name in BOTH),
     ]
     script = [call("add", numbers=[2, 1]), call("done"), say("3")]
     (task,) = [task for task in prepared.train["total"] if task.id == "2"]

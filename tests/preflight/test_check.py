@@ -16,7 +16,7 @@ from pipeline.checkpoints.run_folder import begin, check_folder, folder_of, open
 from pipeline.config.recipe import load_recipe
 from pipeline.config.settings import Config, ModelSettings
 from pipeline.models import lora
-from pipeline.models.tiny import CHAT_TEMPLATE, tiny_model
+from pipeline.models.tiny import CHAT_TEMPLATE, tiny_model, tiny_tokenizer
 from pipeline.preflight import check
 from pipeline.preflight.check import check_and_prepare
 from pipeline.preflight.memory import GIB, Memory, memory_of_a_rank
@@ -518,7 +518,7 @@ def test_without_output_dir_the_folder_is_named_after_recipe_and_time():
 
 
 def test_a_template_that_reads_the_clock_reads_that_of_the_checkpoint_in_a_resumed_run(tmp_path):
-    made = tokenizer()
+    made = tiny_tokenizer()
     made.chat_template = "{{ strftime_now('%H:%M:%S') }}" + made.chat_template
     made.save_pretrained(tmp_path / "model")
     tiny_model(made, 0).save_pretrained(tmp_path / "model")
@@ -540,7 +540,7 @@ def test_a_template_that_reads_the_clock_reads_that_of_the_checkpoint_in_a_resum
 
 
 def test_a_policy_that_no_prompt_shows_is_a_warning(tmp_path):
-    made = tokenizer()
+    made = tiny_tokenizer()
     loop = "{%- for message in messages -%}"
     hiding = "{%- for message in messages if not (tools and message.role == 'system') -%}"
     made.chat_template = CHAT_TEMPLATE.replace(loop, hiding)

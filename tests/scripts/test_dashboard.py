@@ -42,7 +42,11 @@ def lines_of(folder: Path) -> list[tuple[int, dict[str, float]]]:
 
 
 def points_of(rows: list[tuple[int, dict[str, float]]]) -> list[tuple[str, int, float]]:
-    return sorted((name, step, value) for step, row in rows for name, value in row.items())
+    """Names, steps and values; of a step's checkpoints, the time of the last."""
+    points = [(name, step, value) for step, row in rows for name, value in row.items()]
+    last = {(name, step): value for name, step, value in points if name == "perf/checkpoint_s"}
+    others = [point for point in points if point[:2] not in last]
+    return sorted([*others, *((*key, value) for key, value in last.items())])
 
 
 def test_the_rows_for_wandb_have_the_lines_and_the_summary_the_results(folder: Path) -> None:
