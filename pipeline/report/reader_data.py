@@ -44,6 +44,7 @@ def read_episodes(
     folder: Path,
     success_threshold: float = 1.0,
     meanings: Mapping[str, Mapping[str, str]] | None = None,
+    *,
     max_episodes: int = MAX_EPISODES,
     max_characters: int = MAX_CHARACTERS,
     files: Mapping[Step, Sequence[Path]] | None = None,

@@ -123,8 +123,8 @@ class LivePage(Page):
                 self._folder,
                 run.success_threshold,
                 run.results.get("reward_parts"),
-                MAX_EPISODES,
-                MAX_CHARACTERS,
+                max_episodes=MAX_EPISODES,
+                max_characters=MAX_CHARACTERS,
                 files=dict(shown),
                 unseen=run.results.get("unseen"),
             )
