@@ -15,10 +15,10 @@ from functools import partial
 from typing import Any
 
 from pipeline.data.tasks import Task
-from pipeline.embedded import telecom
-from pipeline.embedded.cases import MAX_TASKS as MAX_TASKS
-from pipeline.embedded.cases import with_title, words_of
-from pipeline.embedded.telecom import (
+from pipeline.environments.embedded import telecom
+from pipeline.environments.embedded.cases import MAX_TASKS as MAX_TASKS
+from pipeline.environments.embedded.cases import with_title, words_of
+from pipeline.environments.embedded.telecom import (
     TelecomDatabase,
     TelecomEnvironment,
     UserAction,

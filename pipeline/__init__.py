@@ -1,6 +1,5 @@
-"""GRPO for tool-using language models: the rooms of the science, the engine and the front desk.
+"""GRPO for tool-using language models: wings in the order of the flow, and the files of a run.
 
-data environments embedded tau2 chat models rollout grpo sft rft evaluation;
-errors files config connect distributed checkpoints tracking preflight doctor run_state before_grpo
-train run; report plots export commands endpoints customers
+common config distributed data environments models rollout checkpoints training evaluation report
+preflight, then run_state before_grpo train run, and commands; each imports only what stands before.
 """

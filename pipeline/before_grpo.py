@@ -9,17 +9,20 @@ from typing import Any
 
 import torch
 
+from pipeline.common.console import may_fail
 from pipeline.data.curriculum import num_drawn, tasks_of_source
 from pipeline.data.tasks import Task
 from pipeline.distributed.ranks import Phase
-from pipeline.endpoints.language_model import LanguageModel
+from pipeline.environments.language_models.language_model import LanguageModel
 from pipeline.evaluation.advice import start_report
 from pipeline.evaluation.agents import agent_rollout, evaluate_agent
 from pipeline.evaluation.evaluate import ErrorRates, stop_on_errors, success_in_words
-from pipeline.files.console import may_fail
-from pipeline.grpo.collect import RolloutBatch, play_groups
+from pipeline.report.progress import StageProgress, episodes_of
 from pipeline.report.write import start_block
-from pipeline.rft import (
+from pipeline.rollout.trajectory import Trajectory
+from pipeline.run_state import Run, evaluate_held_out
+from pipeline.training.collect import RolloutBatch, play_groups
+from pipeline.training.rft import (
     examples_of,
     kept_of,
     metrics_of,
@@ -27,10 +30,7 @@ from pipeline.rft import (
     schedule_of_round,
     summary_of,
 )
-from pipeline.rollout.trajectory import Trajectory
-from pipeline.run_state import Run, evaluate_held_out
-from pipeline.sft import fine_tune, sft_examples, warm_start_schedule
-from pipeline.tracking.progress import StageProgress, episodes_of
+from pipeline.training.sft import fine_tune, sft_examples, warm_start_schedule
 
 
 def before_training(run: Run) -> None:

@@ -23,10 +23,10 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
+from pipeline.common.console import importing
+from pipeline.common.errors import FULL, LOST_CONNECTION, STARTED_BY_US, CtrlC, RunError, UserError
+from pipeline.common.untrusted import one_line, printable, shown
 from pipeline.config import environment_variables
-from pipeline.errors import FULL, LOST_CONNECTION, STARTED_BY_US, CtrlC, RunError, UserError
-from pipeline.files.console import importing
-from pipeline.files.untrusted import one_line, printable, shown
 
 # Seconds that a rank waits before it prints an error that another rank may have printed. If the
 # other rank has ended, the launcher ends the waiting rank, so that only one rank prints.
@@ -163,7 +163,7 @@ def _run(argv: list[str], entry: Path | None, hooks: dict[str, Any]) -> int:
             return 0
         with importing():
             from pipeline.preflight.check import main as check
-            from pipeline.tracking.log import check_trackers
+            from pipeline.report.log import check_trackers
 
         check_trackers(config)
         return check(config, measures=True)
@@ -182,8 +182,8 @@ def _run(argv: list[str], entry: Path | None, hooks: dict[str, Any]) -> int:
     launch.use_device(world)
     if config.run.doctor:
         with importing():
-            from pipeline.connect import connect
-            from pipeline.doctor.main import main as doctor
+            from pipeline.distributed.connect import connect
+            from pipeline.preflight.doctor import main as doctor
 
         return doctor(config, connect)
     with importing():
@@ -245,7 +245,7 @@ def start(command: Callable[[list[str]], int]) -> NoReturn:
     atexit.register(_end_children)  # runs after that of multiprocessing, which comes later
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # warnings of c10d hold long stacks
     if "LOCAL_RANK" in os.environ:
-        from pipeline.distributed.children import end_with_the_parent
+        from pipeline.common.children import end_with_the_parent
 
         end_with_the_parent()  # the launcher
     leave(command(sys.argv[1:]))

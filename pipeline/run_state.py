@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-from pipeline.chat.fitting import held_clock
 from pipeline.checkpoints import run_folder
 from pipeline.checkpoints.checkpoint import Checkpointer, TrainState
 from pipeline.checkpoints.resume import (
@@ -28,15 +27,17 @@ from pipeline.checkpoints.resume import (
     weights_of,
 )
 from pipeline.checkpoints.transcripts import save_transcripts
+from pipeline.common.console import may_fail, say
+from pipeline.common.durable import write_text
+from pipeline.common.errors import UserError
 from pipeline.config.settings import Config
-from pipeline.customers import customers_of, end_of_run, judge_of
 from pipeline.data.curriculum import Stage, describe, one_after_another
 from pipeline.data.tasks import MODULE, Source
 from pipeline.distributed.ranks import Ranks
 from pipeline.distributed.watchdog import Watchdog
-from pipeline.endpoints.language_model import LanguageModel
+from pipeline.environments.language_models.customers import customers_of, end_of_run, judge_of
+from pipeline.environments.language_models.language_model import LanguageModel
 from pipeline.environments.tools import tool_schemas
-from pipeline.errors import UserError
 from pipeline.evaluation.advice import ActionCollapse, DeadDomains, StandStill, StartReport
 from pipeline.evaluation.baselines import baselines as play_baselines
 from pipeline.evaluation.evaluate import (
@@ -52,18 +53,18 @@ from pipeline.evaluation.evaluate import (
     unscored_trials,
     write_results,
 )
-from pipeline.files.console import may_fail, say
-from pipeline.files.durable import write_text
-from pipeline.grpo.learner import Learner
 from pipeline.models.capabilities import enter_ends
+from pipeline.models.chat.fitting import held_clock
 from pipeline.preflight.check import check_and_prepare
-from pipeline.preflight.prepare import Prepared, hashes_of_modules
+from pipeline.preflight.made_of import hashes_of_modules
+from pipeline.preflight.parts import Prepared
+from pipeline.report.log import RunLog
+from pipeline.report.progress import episodes_of, say_start
 from pipeline.rollout.rewards import load_reward_functions
-from pipeline.rollout.sampler import Sampler, make_sampler
+from pipeline.rollout.samplers.choice import Sampler, make_sampler
 from pipeline.rollout.trajectory import EpisodeRecord, Trajectory
-from pipeline.tracking.log import RunLog
-from pipeline.tracking.progress import episodes_of, say_start
-from pipeline.tracking.step_metrics import logged_by_reward_functions, machine
+from pipeline.training.learner import Learner
+from pipeline.training.step_metrics import logged_by_reward_functions, machine
 
 Hook = Callable[["Run", str, Sequence[Trajectory]], None]
 
@@ -238,7 +239,7 @@ def open_run(
 ) -> Run:
     """Open a run on this rank. Every rank of the process group must call this function.
 
-    `make_sampler` has the signature of `pipeline.rollout.sampler.make_sampler`. `on_batch` is
+    `make_sampler` has the signature of that in `pipeline.rollout.samplers.choice`. `on_batch` is
     called after each step and each evaluation with the run, the name of the stage or evaluation,
     and this rank's episodes. Raises UserError for mistakes of the user.
     """

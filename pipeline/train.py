@@ -14,13 +14,15 @@ from pipeline.before_grpo import before_training, report_start
 from pipeline.checkpoints.checkpoint import full_disk
 from pipeline.checkpoints.run_folder import folder_of
 from pipeline.checkpoints.transcripts import read_records
+from pipeline.common.console import command, kept_warnings, may_fail
+from pipeline.common.errors import INTERRUPTED, RunError, UserError
+from pipeline.common.layout import WARNINGS
 from pipeline.config.settings import Config
-from pipeline.connect import connect
 from pipeline.data.curriculum import Stage, learning_rate_at
 from pipeline.data.tasks import Task
+from pipeline.distributed.connect import connect
 from pipeline.distributed.ranks import Interrupted
 from pipeline.distributed.watchdog import Watchdog
-from pipeline.errors import INTERRUPTED, RunError, UserError
 from pipeline.evaluation.advice import fallen_domains, lost_domains
 from pipeline.evaluation.evaluate import (
     ErrorRates,
@@ -32,18 +34,16 @@ from pipeline.evaluation.evaluate import (
     training_summary,
     validation_metrics,
 )
-from pipeline.export.folder import push_after_training
-from pipeline.files.console import command, kept_warnings, may_fail
-from pipeline.files.layout import WARNINGS
-from pipeline.grpo.collect import RolloutBatch, collect_rollouts, give_advantages
-from pipeline.grpo.updater import Updater
 from pipeline.models.fitting import fitted
+from pipeline.report.export import push_after_training
+from pipeline.report.progress import StageProgress
 from pipeline.report.watch import page_beside
 from pipeline.report.write import final_table, write_report
 from pipeline.run_state import Run, evaluate_held_out, open_run
-from pipeline.tracking import step_metrics
-from pipeline.tracking.progress import StageProgress
-from pipeline.tracking.step_metrics import Meter, over_iterations, rollout_metrics
+from pipeline.training import step_metrics
+from pipeline.training.collect import RolloutBatch, collect_rollouts, give_advantages
+from pipeline.training.step_metrics import Meter, over_iterations, rollout_metrics
+from pipeline.training.updater import Updater
 
 # Mean differences of log-probabilities between sampler and training, in nats, above which a run
 # warns: 3 times those of healthy runs of SmolLM2-135M in bf16, whose maxima over a step of 3,500

@@ -21,21 +21,21 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from pipeline.chat.template import Chat
 from pipeline.config.settings import Config
 from pipeline.data.rng import stream_key
 from pipeline.data.tasks import Task
 from pipeline.environments.domains import Domain, load_domains
 from pipeline.environments.tools import tool_schemas
-from pipeline.grpo.algorithm import group_advantages, grpo_loss, token_weights, zero_std_groups
-from pipeline.grpo.micro_batches import make_micro_batches
-from pipeline.grpo.token_logprobs import TokenLogprobs
+from pipeline.models.chat.template import Chat
 from pipeline.models.sampling_copy import trained_weights
 from pipeline.models.tiny import tiny_model, tiny_tokenizer
 from pipeline.rollout.rollout import Rollout, RolloutRequest, SamplerPolicy
-from pipeline.rollout.sampler import Sampler, make_sampler
+from pipeline.rollout.samplers.choice import Sampler, make_sampler
 from pipeline.rollout.trajectory import Trajectory
-from pipeline.sft import IGNORED, encode
+from pipeline.training.grpo import group_advantages, grpo_loss, token_weights, zero_std_groups
+from pipeline.training.micro_batches import make_micro_batches
+from pipeline.training.sft import IGNORED, encode
+from pipeline.training.token_logprobs import TokenLogprobs
 
 
 def main(argv: Sequence[str] | None = None) -> float:

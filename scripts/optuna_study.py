@@ -28,9 +28,9 @@ from statistics import fmean
 from typing import Any
 
 from pipeline.commands.sweep import flags_of, split_values
+from pipeline.common.errors import INTERRUPTED, UserError, nearest
 from pipeline.config.cli import flag, parse
 from pipeline.config.recipe import SETTINGS
-from pipeline.errors import INTERRUPTED, UserError, nearest
 
 RUN = (sys.executable, str(Path(__file__).resolve().parents[1] / "pipeline" / "run.py"))
 NUMBER = r"[+-]?[0-9]*\.?[0-9]+(?:[eE][+-]?[0-9]+)?"

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Run the tests: bash scripts/test.sh [ARGUMENTS OF pytest]. The first run makes .venv.
-# All tests take 8 to 12 minutes on 2 cores; those of a folder, such as tests/grpo, a minute or two.
+# All tests take 8 to 12 minutes on 2 cores; those of a folder, such as tests/data, a minute or two.
 set -euo pipefail
 
 PYTHON=${PYTHON:-}  # the Python that makes .venv; 3.11 or newer

@@ -23,9 +23,9 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from pipeline.common.console import say
+from pipeline.common.errors import UserError
 from pipeline.config.settings import Config
-from pipeline.errors import UserError
-from pipeline.files.console import say
 from scripts.wandb_sync import exit_code_of
 
 TRANSFER = (

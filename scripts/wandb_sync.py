@@ -8,13 +8,13 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from pipeline.common.console import say
+from pipeline.common.errors import UserError
+from pipeline.common.layout import METRICS, RUN_SETTINGS
+from pipeline.common.untrusted import reason_of
 from pipeline.config.recipe import load_recipe
-from pipeline.errors import UserError
-from pipeline.files.console import say
-from pipeline.files.layout import METRICS, RUN_SETTINGS
-from pipeline.files.untrusted import reason_of
-from pipeline.tracking.log import WandbFeed
-from pipeline.tracking.run_files import read_metrics
+from pipeline.report.log import WandbFeed
+from pipeline.report.run_files import read_metrics
 
 
 def exit_code_of(command: Callable[[], None]) -> int:

@@ -77,7 +77,7 @@ def no_stray_processes():
 @pytest.fixture(autouse=True, scope="session")
 def a_template_is_rehearsed_once():
     """A chat template that was harmless is not tried again in a child, which takes long here."""
-    from pipeline.chat import template
+    from pipeline.models.chat import template
 
     rehearse = template.rehearse
     harmless = set()

@@ -28,12 +28,12 @@ from pipeline.checkpoints.run_folder import (
     prune,
     write_manifest,
 )
+from pipeline.common.console import say
+from pipeline.common.durable import sync, write_text
+from pipeline.common.errors import FULL, SHUTDOWN_TIMEOUT, MachineError
 from pipeline.config.settings import RunSettings
 from pipeline.distributed.ranks import Ranks
 from pipeline.distributed.sharding import is_sharded
-from pipeline.errors import FULL, SHUTDOWN_TIMEOUT, MachineError
-from pipeline.files.console import say
-from pipeline.files.durable import sync, write_text
 from pipeline.models import lora
 from pipeline.models.model_files import write_for_transformers_4
 from pipeline.models.sampling_copy import has_adapters
@@ -60,7 +60,7 @@ class TrainState:
     wall_s: float = 0.0  # seconds that the run's processes took, up to the last save
     config: dict[str, Any] = field(default_factory=dict)  # the resolved settings of the run
     about: Mapping[str, Any] = field(default_factory=dict)  # facts about each domain
-    made_of: Mapping[str, str] = field(default_factory=dict)  # hashes; see preflight/prepare.py
+    made_of: Mapping[str, str] = field(default_factory=dict)  # hashes; see preflight/parts.py
 
     def state_dict(self) -> dict[str, Any]:
         return asdict(self)

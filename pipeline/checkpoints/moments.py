@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from pipeline.checkpoints.run_folder import read_state
+from pipeline.common.errors import UserError
 from pipeline.distributed.sharding import ShardedAdamW, placed, read_parts, whole, write_parts
-from pipeline.errors import UserError
 from pipeline.models import lora
 from pipeline.models.sampling_copy import has_adapters
 

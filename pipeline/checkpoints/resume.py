@@ -13,22 +13,23 @@ from typing import Any
 
 import torch
 
-from pipeline.chat.template import Chat
 from pipeline.checkpoints import run_folder
 from pipeline.checkpoints.checkpoint import Checkpointer, SavedState
 from pipeline.checkpoints.run_folder import Opened, open_folder, problem, read_state
+from pipeline.common.errors import UserError
+from pipeline.common.layout import run_of_checkpoint
+from pipeline.common.untrusted import shown
 from pipeline.config.recipe import SETTINGS
 from pipeline.config.settings import Config, ModelSettings
 from pipeline.data.curriculum import BEFORE_GRPO, Stage
 from pipeline.data.tasks import HELD_OUT, MODULE
+from pipeline.distributed.devices import dtype_of
 from pipeline.distributed.ranks import Ranks, parameter_hash
 from pipeline.distributed.sharding import fill, is_sharded, whole
-from pipeline.errors import UserError
-from pipeline.files.layout import run_of_checkpoint
-from pipeline.files.untrusted import shown
 from pipeline.models import lora
 from pipeline.models.capabilities import other_stops
-from pipeline.models.loading import dtype_of, load_folder, load_model
+from pipeline.models.chat.template import Chat
+from pipeline.models.loading import load_folder, load_model
 
 PACKAGE = Path(__file__).parents[1]
 CONFIGURATION = "configuration of the base model"

@@ -20,11 +20,11 @@ from typing import IO, Any, NamedTuple
 
 import yaml
 
+from pipeline.common.durable import sync, write_text
+from pipeline.common.errors import FULL, UserError
+from pipeline.common.layout import METRICS, RUN_SETTINGS, TIMINGS, WARNINGS, run_of_checkpoint
 from pipeline.config.recipe import SETTINGS, dump, full_name
 from pipeline.config.settings import Config
-from pipeline.errors import FULL, UserError
-from pipeline.files.durable import sync, write_text
-from pipeline.files.layout import METRICS, RUN_SETTINGS, TIMINGS, WARNINGS, run_of_checkpoint
 from pipeline.models.model_files import problem_of_name
 
 PLACE_AND_BUDGET = ("url", "key", "max_calls", "max_tokens")  # of a language model

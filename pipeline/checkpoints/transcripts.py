@@ -9,8 +9,8 @@ from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
 
-from pipeline.errors import UserError
-from pipeline.files.untrusted import reason_of
+from pipeline.common.errors import UserError
+from pipeline.common.untrusted import reason_of
 from pipeline.rollout.trajectory import EpisodeRecord, Trajectory
 
 _DAMAGED = (OSError, EOFError, ValueError, TypeError, AttributeError, zlib.error, RecursionError)

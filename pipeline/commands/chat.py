@@ -11,30 +11,32 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic_core import to_jsonable_python
 
-from pipeline.chat.template import Chat
+from pipeline.checkpoints.trained import RunCheckpoint, open_checkpoint
+from pipeline.common.console import command, styled
+from pipeline.common.errors import UserError
+from pipeline.common.layout import is_toy
+from pipeline.common.untrusted import printable, shown
 from pipeline.config.cli import Parser, seed_of
 from pipeline.config.settings import RolloutSettings
-from pipeline.customers import Customers, served_domains
 from pipeline.data.rng import generator, stream_key
 from pipeline.data.tasks import Message, Task
-from pipeline.endpoints.language_model import LanguageModel
+from pipeline.distributed.devices import dtype_of, on_gpu
 from pipeline.environments.discovery import OF_THE_EPISODE, raw_call, tool_schemas
 from pipeline.environments.domains import Domain, load_domains
+from pipeline.environments.language_models.customers import Customers, served_domains
+from pipeline.environments.language_models.language_model import LanguageModel
+from pipeline.environments.task_sets import TaskSets, task_sets
 from pipeline.environments.tools import reply_of
-from pipeline.errors import UserError
-from pipeline.export.checkpoint import RunCheckpoint, open_checkpoint
-from pipeline.files.console import command, styled
-from pipeline.files.layout import is_toy
-from pipeline.files.untrusted import printable, shown
+from pipeline.models.chat.fitting import needs_of
+from pipeline.models.chat.template import Chat
 from pipeline.models.layers import fix_rotary
-from pipeline.models.loading import dtype_of, load_folder, load_tokenizer, on_gpu
-from pipeline.preflight.prepare import long_prompts, needs_of
-from pipeline.preflight.task_sets import TaskSets, task_sets
+from pipeline.models.loading import load_folder, load_tokenizer
 from pipeline.report.chat_page import ChatPage
 from pipeline.report.server import address_in_words
-from pipeline.rollout.rewards import load_reward_functions
+from pipeline.rollout.limits import long_prompts
+from pipeline.rollout.rewards import callables_of, load_reward_functions
 from pipeline.rollout.rollout import Rollout, RolloutRequest, SamplerPolicy
-from pipeline.rollout.sampler import make_sampler
+from pipeline.rollout.samplers.choice import make_sampler
 from pipeline.rollout.trajectory import Trajectory
 
 NO_DEADLINE_S = 1e6  # a person may think for long
@@ -81,7 +83,9 @@ def main(argv: list[str]) -> int:
     seed = config.run.seed if options.seed is None else options.seed
     domain = load_domains(config)[name]
     chat = chat_of(checkpoint, domain)
-    sets = task_sets(config, domain, long_prompts(config, domain, chat))
+    rewards = load_reward_functions(config)
+    is_long = long_prompts(config, domain, chat)
+    sets = task_sets(config, domain, callables_of(rewards), is_long)
     task = find_task(sets, domain, options.task, seed)
     place: Terminal | ChatPage = Terminal()
     if options.web:
@@ -98,6 +102,7 @@ def main(argv: list[str]) -> int:
         LanguageModel, call_timeout=limits.call_timeout, folder=checkpoint.run, name="chat"
     )
     hooks: dict[str, Any] = {"reply": conversation.reply, "watch": conversation.watch}
+    hooks["rewards"] = rewards
     if options.human:
         some = min(NUM_EXAMPLES, len(sets.held_out))
         others = generator(seed, "examples", name).sample(sets.held_out, some)
@@ -170,7 +175,6 @@ def load_rollout(
         chat,
         {domain.name: domain.environment},
         limits,
-        rewards=load_reward_functions(config),
         **hooks,
     )
 

@@ -6,19 +6,19 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from pipeline.common.console import command
+from pipeline.common.durable import write_text
+from pipeline.common.errors import UserError
+from pipeline.common.layout import RUN_SETTINGS
+from pipeline.common.untrusted import reason_of, shown
 from pipeline.config.cli import Parser
 from pipeline.config.recipe import load_recipe
 from pipeline.config.settings import Config
 from pipeline.environments.domains import load_domains
-from pipeline.errors import UserError
-from pipeline.files.console import command
-from pipeline.files.durable import write_text
-from pipeline.files.layout import RUN_SETTINGS
-from pipeline.files.untrusted import reason_of, shown
-from pipeline.tau2.environment import Tau2Environment
-from pipeline.tau2.simulations import MAX_ERRORS, results_of
-from pipeline.tau2.world import World
-from pipeline.tracking.run_files import load_run
+from pipeline.environments.tau2.environment import Tau2Environment
+from pipeline.environments.tau2.simulations import MAX_ERRORS, results_of
+from pipeline.environments.tau2.world import World
+from pipeline.report.run_files import load_run
 
 USERS = {"none": "ticket", "scripted": "scripted_customer", "llm": "user_simulator"}
 PLAYED = "evaluation-"  # begins the names of folders with the model's own episodes

@@ -9,7 +9,11 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from pipeline.chat.template import Chat
+from pipeline.checkpoints.trained import open_checkpoint
+from pipeline.common.console import command
+from pipeline.common.errors import UserError
+from pipeline.common.hub import check_upload
+from pipeline.common.untrusted import printable, reason_of
 from pipeline.config.cli import Parser, seed_of
 from pipeline.environments.demonstrations import (
     Demonstration,
@@ -20,17 +24,13 @@ from pipeline.environments.demonstrations import (
 )
 from pipeline.environments.domains import Domain
 from pipeline.environments.single_turn import SingleTurnEnvironment
-from pipeline.errors import UserError
-from pipeline.export.checkpoint import open_checkpoint
-from pipeline.export.folder import base_of, export, is_portable, upload_exported, written_whole
-from pipeline.files.console import command
-from pipeline.files.hub import check_upload
-from pipeline.files.untrusted import printable, reason_of
+from pipeline.models.chat.template import Chat
 from pipeline.models.gguf import set_split
 from pipeline.models.lora import quiet
 from pipeline.models.model_files import write_for_transformers_4
 from pipeline.models.tiny import tiny_model, tiny_tokenizer
-from pipeline.sft import encode
+from pipeline.report.export import base_of, export, is_portable, upload_exported, written_whole
+from pipeline.training.sft import encode
 
 
 def export_checkpoint(argv: list[str]) -> int:

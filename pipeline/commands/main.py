@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import NamedTuple, NoReturn
 
 from pipeline import run
-from pipeline.errors import UserError, nearest
-from pipeline.files.console import STARTED_AS, command
-from pipeline.files.layout import RUN_SETTINGS, run_of_checkpoint
-from pipeline.files.untrusted import one_line, shown
+from pipeline.common.console import STARTED_AS, command
+from pipeline.common.errors import UserError, nearest
+from pipeline.common.layout import RUN_SETTINGS, run_of_checkpoint
+from pipeline.common.untrusted import one_line, shown
 
 TRAIN = "pipeline.run:main"
 # An evaluation takes the run's own settings, except the folder, the number of ranks, the name and

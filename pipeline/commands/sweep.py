@@ -20,10 +20,10 @@ from collections.abc import Mapping, Sequence
 from itertools import product
 from pathlib import Path
 
+from pipeline.common.console import command
+from pipeline.common.errors import UserError
 from pipeline.config.cli import Parser, parse
 from pipeline.distributed.launch import RUN
-from pipeline.errors import UserError
-from pipeline.files.console import command
 from pipeline.report import write
 
 # Settings of the reference run with mixed training.

@@ -8,13 +8,13 @@ from typing import Any, Literal, NoReturn, get_args, get_origin
 
 import yaml
 
+from pipeline.common.console import command
+from pipeline.common.errors import UserError, nearest
+from pipeline.common.layout import RUN_SETTINGS, is_toy, run_of_checkpoint
+from pipeline.common.untrusted import one_line, shown
 from pipeline.config import recipe
 from pipeline.config.recipe import PREFIXED, SECTIONS, SETTINGS, full_name
 from pipeline.config.settings import MAX_SEED, Config
-from pipeline.errors import UserError, nearest
-from pipeline.files.console import command
-from pipeline.files.layout import RUN_SETTINGS, is_toy, run_of_checkpoint
-from pipeline.files.untrusted import one_line, shown
 
 DEFAULT_RECIPE = "three_domain_tiny"
 RECIPE_OF_A_MODEL = "pretrained"  # of a model that is no toy

@@ -7,8 +7,8 @@ import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from pipeline.errors import RunError, UserError
-from pipeline.files.untrusted import keep_secret, reason_of, shown
+from pipeline.common.errors import RunError, UserError
+from pipeline.common.untrusted import keep_secret, reason_of, shown
 
 # Accelerate's ways to shard a model, none of which the pipeline supports.
 _WAYS = ("DEEPSPEED", "FSDP", "MEGATRON_LM", "PARALLELISM_CONFIG", "SAGEMAKER")

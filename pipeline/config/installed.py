@@ -8,8 +8,8 @@ folder and a resumed run treat the domain as one that the user has named.
 from contextlib import suppress
 from importlib.metadata import EntryPoint, EntryPoints, entry_points
 
+from pipeline.common.errors import UserError
 from pipeline.config.settings import Config
-from pipeline.errors import UserError
 
 
 def installed_domains() -> EntryPoints:

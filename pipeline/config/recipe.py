@@ -14,12 +14,12 @@ import yaml
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
+from pipeline.common.errors import UserError, nearest
+from pipeline.common.layout import shipped
+from pipeline.common.untrusted import is_plain, masked_tree, one_line, read_file, shown
 from pipeline.config import rules
 from pipeline.config.installed import with_installed
 from pipeline.config.settings import DEFAULT_DOMAINS, Config, Section
-from pipeline.errors import UserError, nearest
-from pipeline.files.layout import shipped
-from pipeline.files.untrusted import is_plain, masked_tree, one_line, read_file, shown
 
 SHIPPED = shipped("recipes")
 MAX_BYTES = 1 << 16  # largest size of a recipe

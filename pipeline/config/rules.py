@@ -4,9 +4,9 @@ import os
 import re
 from collections.abc import Iterable, Sequence
 
+from pipeline.common.errors import UserError, nearest
 from pipeline.config.installed import installed_domains
 from pipeline.config.settings import EMBEDDED_DOMAINS, Config, EndpointSettings
-from pipeline.errors import UserError, nearest
 
 JOINT_STAGES = ("mixed", "interleaved")
 IMPORT_STRING = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")

@@ -13,11 +13,11 @@ from pydantic_core import PydanticCustomError
 
 DEFAULT_DOMAINS = ["airline", "retail", "telecom"]
 EMBEDDED_DOMAINS = {  # the environment class of each domain, as `module:Class`
-    "airline": "pipeline.embedded.airline:AirlineEnvironment",
-    "retail": "pipeline.embedded.retail:RetailEnvironment",
-    "telecom": "pipeline.embedded.telecom:TelecomEnvironment",
+    "airline": "pipeline.environments.embedded.airline:AirlineEnvironment",
+    "retail": "pipeline.environments.embedded.retail:RetailEnvironment",
+    "telecom": "pipeline.environments.embedded.telecom:TelecomEnvironment",
 }
-TAU2 = "pipeline.tau2.domain:tau2_domain"
+TAU2 = "pipeline.environments.tau2.domain:tau2_domain"
 SINGLE_TURN = "pipeline.environments.single_turn:SingleTurnEnvironment"
 MAX_SEED = 2**32 - 1  # the largest seed that NumPy accepts
 

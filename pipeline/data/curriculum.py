@@ -11,11 +11,11 @@ from dataclasses import dataclass, field, replace
 from itertools import accumulate, islice
 from typing import Any
 
+from pipeline.common.errors import UserError
+from pipeline.common.untrusted import shown
 from pipeline.config.settings import Config, GRPOSettings
 from pipeline.data.rng import generator, permutation
 from pipeline.data.tasks import Source, Task, tasks_for_step
-from pipeline.errors import UserError
-from pipeline.files.untrusted import shown
 
 TINY = 1e-9  # largest error of rounding in a sum of shares
 BEFORE_GRPO = ("start", "warm_start", "rft")  # names of evaluations that belong to no stage

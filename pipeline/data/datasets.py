@@ -10,12 +10,9 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from pipeline.data.packed import check_cards, check_unpacked
-from pipeline.data.rows import DatasetRows, JoinedRows, rows_of_dataset_file
-from pipeline.data.tasks import Tasks, Visit, load_tasks, tasks_of
-from pipeline.errors import UserError
-from pipeline.files.hub import hub_reachable
-from pipeline.files.untrusted import (
+from pipeline.common.errors import UserError
+from pipeline.common.hub import hub_reachable
+from pipeline.common.untrusted import (
     is_inside,
     link_out_of,
     parse_json,
@@ -23,6 +20,9 @@ from pipeline.files.untrusted import (
     reason_of,
     shown,
 )
+from pipeline.data.packed import check_cards, check_unpacked
+from pipeline.data.rows import DatasetRows, JoinedRows, rows_of_dataset_file
+from pipeline.data.tasks import Tasks, Visit, load_tasks, tasks_of
 
 KINDS = ("json", "parquet", "csv", "arrow")  # formats whose rows cannot refer to other files
 CARDS = ("README.md", ".huggingface.yaml")  # files that name a dataset's data files

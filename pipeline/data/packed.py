@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlparse
 
-from pipeline.distributed.children import rehearse
-from pipeline.errors import UserError
-from pipeline.files.untrusted import read_file, reason_of, shown
+from pipeline.common.children import rehearse
+from pipeline.common.errors import UserError
+from pipeline.common.untrusted import read_file, reason_of, shown
 
 MAX_UNPACKED = 4 << 30  # bytes, of all packed files of a dataset
 MAX_CARD_BYTES = 8 << 20

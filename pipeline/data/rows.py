@@ -16,8 +16,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from pipeline.errors import UserError
-from pipeline.files.untrusted import (
+from pipeline.common.errors import UserError
+from pipeline.common.untrusted import (
     MAX_LINE_BYTES,
     lines_of,
     open_file,

@@ -19,6 +19,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from pipeline.common.errors import UserError
+from pipeline.common.untrusted import one_line, shown
 from pipeline.data.rng import permutation
 from pipeline.data.rows import (
     KEYS,
@@ -30,8 +32,6 @@ from pipeline.data.rows import (
     rows_of_file,
     with_usual_messages,
 )
-from pipeline.errors import UserError
-from pipeline.files.untrusted import one_line, shown
 
 Message = dict[str, Any]
 Visit = Callable[[TaskRow], None] | None  # a function that is called with each checked row

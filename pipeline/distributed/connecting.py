@@ -16,8 +16,8 @@ from typing import Literal
 
 import torch.distributed as dist
 
-from pipeline.errors import RunError, UserError
-from pipeline.files.untrusted import printable, reason_of
+from pipeline.common.errors import RunError, UserError
+from pipeline.common.untrusted import printable, reason_of
 
 LATE_S = 5.0  # after the deadline, torch has this long to raise: gloo may wait without an end
 START_S = 60.0  # seconds that a launcher may need to end ranks and start them again

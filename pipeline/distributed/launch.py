@@ -15,10 +15,10 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Literal, NamedTuple
 
+from pipeline.common.console import command, importing
+from pipeline.common.errors import INTERRUPTED, SHUTDOWN_TIMEOUT, STARTED_BY_US, UserError
+from pipeline.common.layout import shipped
 from pipeline.distributed.main_memory import main_memory, refuse_too_many
-from pipeline.errors import INTERRUPTED, SHUTDOWN_TIMEOUT, STARTED_BY_US, UserError
-from pipeline.files.console import command, importing
-from pipeline.files.layout import shipped
 
 RUN = Path(__file__).resolve().parents[1] / "run.py"
 CONFIGS = shipped("accelerate_configs")

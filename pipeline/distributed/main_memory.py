@@ -5,7 +5,7 @@ from pathlib import Path
 
 import psutil
 
-from pipeline.errors import UserError
+from pipeline.common.errors import UserError
 
 PROCESS = 0.6 * (1 << 30)  # bytes of Python and the libraries in a rank; measured on CPUs
 CGROUPS = Path("/sys/fs/cgroup")

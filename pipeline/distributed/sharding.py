@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from pipeline.errors import UserError
+from pipeline.common.errors import UserError
 
 Result = TypeVar("Result")
 ROW = 64

@@ -26,12 +26,12 @@ from typing import IO, Any, Self
 
 import psutil
 
+from pipeline.common.children import STOPS, call_in_children
+from pipeline.common.errors import INTERRUPTED, LOST_CONNECTION, EngineError, RunError, UserError
+from pipeline.common.layout import RANKS
+from pipeline.common.untrusted import one_line, printable, reason_of
 from pipeline.distributed import sentinel
-from pipeline.distributed.children import STOPS, call_in_children
 from pipeline.distributed.ranks import CollectiveError, Interrupted, Ranks
-from pipeline.errors import INTERRUPTED, LOST_CONNECTION, EngineError, RunError, UserError
-from pipeline.files.layout import RANKS
-from pipeline.files.untrusted import one_line, printable, reason_of
 
 # Seconds in which a repeated signal is ignored, because terminal and launcher both send SIGINT.
 SAME_SIGNAL_S = 2.0

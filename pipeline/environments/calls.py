@@ -24,7 +24,7 @@ from functools import partial
 from importlib import import_module
 from typing import Any, Protocol, TypeVar
 
-from pipeline.distributed.children import end_child
+from pipeline.common.children import end_child
 from pipeline.environments.faults import (
     CallTimeout,
     EnvironmentFault,

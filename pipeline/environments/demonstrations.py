@@ -12,6 +12,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from pipeline.common.errors import UserError
+from pipeline.common.untrusted import one_line, shown
 from pipeline.config.settings import Config
 from pipeline.data.curriculum import TaskMixture, quota
 from pipeline.data.rows import json_lines, messages_problem, with_usual_messages
@@ -19,8 +21,6 @@ from pipeline.data.tasks import Message, Task
 from pipeline.environments.domains import Domain, generated
 from pipeline.environments.faults import EnvironmentFault
 from pipeline.environments.tools import tool_schemas
-from pipeline.errors import UserError
-from pipeline.files.untrusted import one_line, shown
 
 MAX_READ = 400  # maximum number of a domain's demonstrations whose words are counted
 MAX_WORDS = 400  # maximum number of words that a domain gets

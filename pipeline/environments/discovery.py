@@ -16,8 +16,8 @@ from typing import Any, TypeVar, get_type_hints
 
 from pydantic import TypeAdapter
 
+from pipeline.common.untrusted import is_plain, reason_of, shown
 from pipeline.data.tasks import Task
-from pipeline.files.untrusted import is_plain, reason_of, shown
 
 Value = TypeVar("Value")
 MAX_ITEMS = 100_000  # largest number of values, such as words or tools, that a domain gives

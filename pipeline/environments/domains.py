@@ -24,6 +24,9 @@ from functools import partial
 from itertools import islice
 from typing import Any, TypeAlias
 
+from pipeline.common.console import user_module
+from pipeline.common.errors import UserError
+from pipeline.common.untrusted import is_plain, one_line, shown
 from pipeline.config.installed import package_of
 from pipeline.config.settings import Config
 from pipeline.data.curriculum import TINY
@@ -43,9 +46,6 @@ from pipeline.environments.discovery import (
 from pipeline.environments.experts import Expert, run_expert
 from pipeline.environments.faults import describe, only_faults
 from pipeline.environments.tools import RandomState, writable
-from pipeline.errors import UserError
-from pipeline.files.console import user_module
-from pipeline.files.untrusted import is_plain, one_line, shown
 
 GenerateTasks = Callable[[int, int, str, str], list[Task]]  # arguments: seed, n, split, difficulty
 Call: TypeAlias = tuple[str, dict[str, Any]]  # a tool and its arguments

@@ -12,6 +12,7 @@ from functools import partial
 from random import Random
 from typing import Any
 
+from pipeline.common.untrusted import is_plain
 from pipeline.data.rng import choose, generator
 from pipeline.data.tasks import Message, Task
 from pipeline.environments.tools import (
@@ -23,7 +24,6 @@ from pipeline.environments.tools import (
     run_here,
     settled,
 )
-from pipeline.files.untrusted import is_plain
 
 
 def call_message(tool: str, arguments: Mapping[str, Any], content: str = "") -> Message:

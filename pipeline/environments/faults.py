@@ -12,8 +12,8 @@ from email.utils import parsedate_to_datetime
 from pathlib import Path
 from typing import Any
 
-from pipeline.errors import CtrlC
-from pipeline.files.console import USER_PACKAGES, say
+from pipeline.common.console import USER_PACKAGES, say
+from pipeline.common.errors import CtrlC
 
 MAX_CHARACTERS = 10_000_000  # largest length of a text that an environment returns
 FAULT_CHARACTERS = 500  # largest length of an exception's text in an EnvironmentFault
@@ -21,7 +21,8 @@ SOURCE_CHARACTERS = 120  # largest length of a source line in an EnvironmentFaul
 # Paths of libraries and of this package, except the embedded domains; `describe` names the last
 # source line outside these paths, or of an installed package that the user's settings name.
 _LIBRARIES = tuple(map(sysconfig.get_path, ("stdlib", "purelib", "platlib")))
-_LIBRARIES += tuple(str(p) for p in Path(__file__).parents[1].iterdir() if p.name != "embedded")
+_ROOMS = [*Path(__file__).parents[1].iterdir(), *Path(__file__).parent.iterdir()]
+_LIBRARIES += tuple(str(p) for p in _ROOMS if p.name not in ("environments", "embedded"))
 
 
 class CallTimeout(BaseException):

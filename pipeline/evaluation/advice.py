@@ -14,15 +14,15 @@ from operator import itemgetter
 from statistics import fmean, stdev
 from typing import Any, NamedTuple, TypeAlias
 
+from pipeline.common.untrusted import masked
+from pipeline.common.untrusted import shown as shown_text
 from pipeline.config.settings import Config, EvaluationSettings
 from pipeline.data.curriculum import Stage
 from pipeline.data.tasks import Message
 from pipeline.distributed.ranks import Ranks
 from pipeline.environments.tools import tool_schemas
-from pipeline.evaluation.transfer import Z95, mean_over_tasks, pass_at_k, rate, succeeded
-from pipeline.files.untrusted import masked
-from pipeline.files.untrusted import shown as shown_text
-from pipeline.rollout.trajectory import EpisodeRecord, StopReason, Trajectory
+from pipeline.evaluation.transfer import Z95, mean_over_tasks, pass_at_k, rate
+from pipeline.rollout.trajectory import EpisodeRecord, StopReason, Trajectory, succeeded
 
 STILL_STEPS = 10  # number of steps with signal that tell whether the reward rises
 STILL_RATE = 1e-7  # a lower peak of the learning rate hardly moves a weight

@@ -10,12 +10,12 @@ from copy import copy
 from functools import partial
 from typing import Any
 
-from pipeline.chat.text import Parsed
+from pipeline.common.untrusted import parse_json
 from pipeline.config.settings import Config
 from pipeline.data.tasks import Message, Task
 from pipeline.distributed.ranks import Ranks
-from pipeline.endpoints.language_model import LanguageModel, Unanswered
 from pipeline.environments.faults import EnvironmentFault
+from pipeline.environments.language_models.language_model import LanguageModel, Unanswered
 from pipeline.evaluation.evaluate import (
     ATTEMPTS,
     commonest,
@@ -25,7 +25,7 @@ from pipeline.evaluation.evaluate import (
     success,
     unscored_trials,
 )
-from pipeline.files.untrusted import parse_json
+from pipeline.models.chat.text import Parsed
 from pipeline.rollout.rollout import Progress, Rollout
 from pipeline.rollout.trajectory import Conversation, EpisodeRecord, Said, Trajectory
 

@@ -7,6 +7,8 @@ from itertools import chain
 from statistics import fmean
 from typing import Any
 
+from pipeline.common.errors import UserError
+from pipeline.common.untrusted import is_plain, shown
 from pipeline.config.settings import RolloutSettings
 from pipeline.data.tasks import Task
 from pipeline.environments.calls import Calls
@@ -24,8 +26,6 @@ from pipeline.environments.tools import (
     started,
     uses_random_state,
 )
-from pipeline.errors import UserError
-from pipeline.files.untrusted import is_plain, shown
 
 
 def baselines(

@@ -11,26 +11,32 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from statistics import fmean
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
 from pipeline.checkpoints.checkpoint import TrainState
+from pipeline.common.console import command, may_fail, say
+from pipeline.common.durable import write_text
+from pipeline.common.errors import RunError, UserError
 from pipeline.config.settings import Config, RolloutSettings
 from pipeline.data.curriculum import Stage, describe, on_plateau
 from pipeline.data.rng import stream_key
 from pipeline.data.tasks import Task
 from pipeline.distributed.ranks import Ranks
-from pipeline.errors import RunError, UserError
-from pipeline.evaluation.transfer import is_graded, pass_hat_k, succeeded, summary, worse
-from pipeline.files.console import command, may_fail, say
-from pipeline.files.durable import write_text
-from pipeline.grpo.micro_batches import make_micro_batches
-from pipeline.grpo.updater import Updater
+from pipeline.evaluation.transfer import pass_hat_k, summary, worse
 from pipeline.rollout.rollout import Progress, Rollout, RolloutRequest
-from pipeline.rollout.trajectory import EpisodeRecord, StopReason, Trajectory
+from pipeline.rollout.trajectory import (
+    EpisodeRecord,
+    StopReason,
+    Trajectory,
+    grouped,
+    is_graded,
+    succeeded,
+)
+from pipeline.training.micro_batches import make_micro_batches
+from pipeline.training.updater import Updater
 
-Record = TypeVar("Record", bound=EpisodeRecord)
 Success = dict[str, Any]  # success rates of a domain, family or branch in `results.json`
 Errors = list[tuple[str, str, str]]  # domain, task id and text of each environment error
 MOST_K = 4  # the largest k of pass^k, as in tau-bench
@@ -112,14 +118,6 @@ def refuse_failed_trials(records: Sequence[EpisodeRecord], when: str) -> None:
             f"first: {unscored[0].domain}/{unscored[0].task_id}), because every function returned "
             "None, so nothing is scored; let a function return a number for each held-out task"
         )
-
-
-def grouped(records: Iterable[Record], *names: str) -> dict[str, list[Record]]:
-    """Group records by the values of the fields `names`; a group's key joins values with `/`."""
-    groups: dict[str, list[Record]] = {}
-    for record in records:
-        groups.setdefault("/".join(getattr(record, name) for name in names), []).append(record)
-    return groups
 
 
 def tool_counts(records: Iterable[EpisodeRecord]) -> dict[str, list[int]]:

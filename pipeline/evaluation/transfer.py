@@ -23,10 +23,11 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from pipeline.common.errors import UserError
 from pipeline.data.curriculum import BEFORE_GRPO
 from pipeline.data.rng import stream_key
 from pipeline.data.tasks import HELD_OUT, MODULE
-from pipeline.errors import UserError
+from pipeline.rollout.trajectory import is_graded, succeeded
 
 RESAMPLES = 2000
 Z95 = 1.959964
@@ -37,16 +38,6 @@ Floats = NDArray[np.float64]
 Number = list[float | None]  # [value, low, high]
 Stages = Sequence[Collection[int]]  # the columns that each stage trained, except replayed columns
 Results = Mapping[str, Any]  # the content of `results.json`
-
-
-def succeeded(reward: Any, threshold: float) -> Any:
-    """Return whether a reward, or each reward of an array, is at least the threshold."""
-    return reward >= threshold - 1e-9 * abs(threshold)
-
-
-def is_graded(rewards: Iterable[float]) -> bool:
-    """Return whether any reward is a number other than 0 and 1."""
-    return any(reward not in (0, 1) for reward in rewards)
 
 
 def pass_at_k(num_successes: int, num_trials: int, k: int) -> float:

@@ -1,6 +1,6 @@
 """Functions that check whether and how a model can be sampled.
 
-The row sampler (`rollout/row_sampler.py`) is the pipeline's own sampler.
+The row sampler (`rollout/samplers/own.py`) is the pipeline's own sampler.
 """
 
 from collections.abc import Sequence
@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from pipeline.chat.template import Chat
-from pipeline.errors import UserError
-from pipeline.files.untrusted import shown
+from pipeline.common.errors import UserError
+from pipeline.common.untrusted import shown
+from pipeline.models.chat.template import Chat
 
 FULL = "full_attention"
 SLIDING = "sliding_attention"

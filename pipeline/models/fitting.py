@@ -8,9 +8,10 @@ from typing import NamedTuple
 
 import torch
 
+from pipeline.common.layout import is_toy
 from pipeline.config.settings import Config
-from pipeline.files.layout import is_toy
-from pipeline.models.loading import empty_model, on_gpu
+from pipeline.distributed.devices import on_gpu
+from pipeline.models.loading import empty_model
 
 # Number of weights of the model whose rates were measured, and from which on a model gets the rates
 # of published runs. Rates of models between them are interpolated (on logarithmic scales).

@@ -10,8 +10,8 @@ from typing import Any
 
 from tokenizers import Regex, decoders, pre_tokenizers
 
-from pipeline.errors import UserError
-from pipeline.files.untrusted import shown
+from pipeline.common.errors import UserError
+from pipeline.common.untrusted import shown
 
 _ENDINGS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"

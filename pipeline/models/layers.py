@@ -26,7 +26,7 @@ from transformers.activations import SiLUActivation
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
-from pipeline.errors import UserError
+from pipeline.common.errors import UserError
 
 PART = 4096  # rows or columns that a CPU converts to float32 at once
 FIXED = "fixed"  # a rope_type for which transformers does not change the rotary factors

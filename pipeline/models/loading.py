@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate.utils import parse_flag_from_env
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -17,19 +16,13 @@ from transformers import (
 from transformers.tokenization_utils_base import FULL_TOKENIZER_FILE
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, cached_file
 
+from pipeline.common.children import rehearse
+from pipeline.common.console import say
+from pipeline.common.errors import UserError
+from pipeline.common.hub import hub_reachable
+from pipeline.common.untrusted import is_inside, parse_json, read_file, reason_of, shown
 from pipeline.config.settings import Config, ModelSettings
-from pipeline.distributed.children import rehearse
 from pipeline.environments.domains import Domain
-from pipeline.errors import UserError
-from pipeline.files.console import say
-from pipeline.files.hub import hub_reachable
-from pipeline.files.untrusted import (
-    is_inside,
-    parse_json,
-    read_file,
-    reason_of,
-    shown,
-)
 from pipeline.models import lora
 from pipeline.models.lora import quiet
 from pipeline.models.model_files import MAX_JSON_BYTES, problem_of_name, remedy_of
@@ -241,20 +234,6 @@ def refuse_other_vocabulary(tokenizer: Any, model: Any) -> None:
             f"model: its tokenizer has ids up to {last}, but the model {size} embeddings; use the "
             "tokenizer that the model was trained with"
         )
-
-
-def on_gpu() -> bool:
-    """Return whether to use a GPU; the environment variable ACCELERATE_USE_CPU forbids GPUs."""
-    return torch.cuda.is_available() and not parse_flag_from_env("ACCELERATE_USE_CPU")
-
-
-def dtype_of(settings: ModelSettings) -> torch.dtype:
-    """Return the type in which a model computes: the sampler's weights, and LoRA's frozen ones."""
-    return torch.bfloat16 if uses_bf16(settings) else torch.float32
-
-
-def uses_bf16(settings: ModelSettings) -> bool:
-    return on_gpu() if settings.mixed_precision == "auto" else settings.mixed_precision == "bf16"
 
 
 def _shape_of(name: str, what: str, settings: ModelSettings) -> Any:

@@ -23,12 +23,12 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 from transformers.utils import logging
 
+from pipeline.common.children import rehearse
+from pipeline.common.errors import UserError
+from pipeline.common.layout import ADAPTER_CONFIG
+from pipeline.common.untrusted import printable, reason_of
 from pipeline.config.settings import ModelSettings
-from pipeline.distributed.children import rehearse
 from pipeline.distributed.sharding import fill
-from pipeline.errors import UserError
-from pipeline.files.layout import ADAPTER_CONFIG
-from pipeline.files.untrusted import printable, reason_of
 from pipeline.models.model_files import read_json
 
 ADAPTER_FILE = "adapter_model.safetensors"

@@ -6,10 +6,10 @@ import re
 from pathlib import Path
 from typing import Any
 
-from pipeline.errors import UserError
-from pipeline.files.console import command
-from pipeline.files.layout import ADAPTER_CONFIG, RUN_SETTINGS
-from pipeline.files.untrusted import link_out_of, one_line, parse_json, read_file, shown
+from pipeline.common.console import command
+from pipeline.common.errors import UserError
+from pipeline.common.layout import ADAPTER_CONFIG, RUN_SETTINGS
+from pipeline.common.untrusted import link_out_of, one_line, parse_json, read_file, shown
 
 MAX_JSON_BYTES = 64 << 20
 HUB_ID = re.compile(r"[\w-][\w.-]{0,95}(/[\w.-]{1,96})?")

@@ -1,5 +1,7 @@
 """The memory of a rank: failed allocations, freed memory, and the tokens of a micro-batch."""
 
+from __future__ import annotations
+
 import ctypes
 import gc
 from contextlib import suppress
@@ -8,9 +10,9 @@ from typing import Any
 import torch
 
 from pipeline.config.settings import Config
+from pipeline.distributed.devices import dtype_of, on_gpu
 from pipeline.distributed.main_memory import main_memory
 from pipeline.models.capabilities import attention_size, widest
-from pipeline.models.loading import dtype_of, on_gpu
 
 M_TRIM_THRESHOLD = -1  # bytes at the heap's end from which on glibc returns them to the system
 M_MMAP_THRESHOLD = -3  # bytes from which on glibc returns a block to the system when it is freed
@@ -114,3 +116,8 @@ def cost_of_a_pair(model: Any) -> float:
     outside = {id(w): w.numel() for w in (model.get_input_embeddings().weight, head)}
     layers = max(1, model.num_parameters() - sum(outside.values()))
     return float(2 * shape.num_hidden_layers * attention_size(shape) / layers)
+
+
+# Maximum number of logits that are in memory at the same time: 883 rows of Qwen's vocabulary. Fewer
+# rows leave a GPU idle, and a CPU converts the weights to float32 for each chunk.
+LOGITS_PER_CHUNK = 1 << 27

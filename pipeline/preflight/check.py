@@ -7,23 +7,20 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from importlib.util import find_spec
-from typing import Any
 
 from pipeline.checkpoints.run_folder import check_folder, folder_of
+from pipeline.common.console import say
+from pipeline.common.errors import UserError
+from pipeline.common.untrusted import printable
 from pipeline.config.rules import left_out
 from pipeline.config.settings import Config
 from pipeline.distributed.main_memory import main_memory, refuse_too_many
-from pipeline.errors import UserError
-from pipeline.files.console import say
-from pipeline.files.untrusted import printable
-from pipeline.models import lora
-from pipeline.models.capabilities import why_generate
 from pipeline.models.fitting import fitted
-from pipeline.models.layers import recompute_layers
-from pipeline.models.loading import SHAPES, empty_model, load_folder, refuse_other_vocabulary
-from pipeline.preflight.memory import GIB, Memory
-from pipeline.preflight.prepare import Prepared, prepare
-from pipeline.rollout.vllm_sampler import refuse_missing
+from pipeline.models.loading import SHAPES
+from pipeline.models.memory import GIB, Memory
+from pipeline.models.model_checks import check_model
+from pipeline.preflight.parts import Prepared, prepare
+from pipeline.rollout.samplers.vllm import refuse_missing
 
 
 def check_and_prepare(config: Config, clock: str | None = None) -> Prepared:
@@ -34,7 +31,7 @@ def check_and_prepare(config: Config, clock: str | None = None) -> Prepared:
     if config.rollout.sampler == "vllm":
         refuse_missing()
     parts = prepare(config, clock=clock)
-    _, notes = check_model(config, parts)
+    _, notes = check_model(config, parts.tokenizer)
     lines = [f"note: {note}" for note in parts.notes]
     lines += [f"warning: {warning}" for warning in (*left_out(config), *parts.warnings, *notes)]
     memory = Memory(config, parts.tokenizer, parts.longest_prompts())
@@ -66,7 +63,7 @@ def main(config: Config, *, measures: bool = False) -> int:
             f"  not checked: tokenizer and template ({error}); the embedded tokenizer counts below"
         )
         parts = prepare(config, with_tiny_tokenizer=True)
-    why, notes = check_model(config, parts)
+    why, notes = check_model(config, parts.tokenizer)
     slow = f"through generate, every message from the start again (slower): {why}"
     sampling = "one key-value cache over all turns" if why is None else slow
     if config.rollout.sampler == "vllm":
@@ -94,45 +91,6 @@ def main(config: Config, *, measures: bool = False) -> int:
         for line in plan(memory, parts):
             print(line, flush=True)
     return 0
-
-
-def check_model(config: Config, parts: Prepared) -> tuple[str | None, list[str]]:
-    """Check the model without weights; returns why `generate` must sample (or None), and notes.
-
-    Raises UserError if the model's files do not fit each other, or if it has too few positions.
-    """
-    name = config.model.model
-    if lora.is_adapter(name):
-        lora.read_adapters(name)
-        name = lora.base_of(name)
-    model = empty_model(config, parts.tokenizer)
-    if config.grpo.gradient_checkpointing:
-        recompute_layers(model)  # raises UserError for a model without layers
-    refuse_other_vocabulary(parts.tokenizer, model)
-    if os.path.isdir(name):
-        load_folder(name, config.model, device="meta")
-    notes = check_positions(model, config.rollout.max_tokens)
-    return why_generate(model, config.rollout.max_tokens), notes
-
-
-def check_positions(model: Any, max_tokens: int) -> list[str]:
-    """Return a note if episodes may be longer than the texts that a model was made for.
-
-    Raises UserError if the model has no rotary positions, and so none for longer texts.
-    """
-    shape = model.config.get_text_config(decoder=True)
-    trained = getattr(shape, "max_position_embeddings", None)
-    if not isinstance(trained, int) or max_tokens <= trained:
-        return []
-    if not any(name.endswith("inv_freq") for name, _ in model.named_buffers()):
-        raise UserError(
-            f"max_tokens: got {max_tokens}, but the model has positions for {trained} tokens; "
-            "lower max_tokens, or use another model"
-        )
-    return [
-        f"max_tokens is {max_tokens}, and the model was made for {trained} tokens "
-        "(max_position_embeddings): longer texts may be poor"
-    ]
 
 
 def refuse_full_disk(memory: Memory) -> None:

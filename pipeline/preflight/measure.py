@@ -14,23 +14,23 @@ from huggingface_hub import try_to_load_from_cache
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from pipeline.checkpoints.resume import load_start
+from pipeline.common.console import in_words
+from pipeline.common.errors import UserError
+from pipeline.common.untrusted import reason_of
 from pipeline.config.settings import Config
 from pipeline.data.curriculum import Stage
 from pipeline.data.rng import stream_key
+from pipeline.distributed.devices import dtype_of, uses_bf16
 from pipeline.distributed.ranks import Ranks
-from pipeline.errors import UserError
-from pipeline.files.console import in_words
-from pipeline.files.untrusted import reason_of
-from pipeline.grpo.learner import Learner
-from pipeline.grpo.updater import Reference, Updater
 from pipeline.models import lora
-from pipeline.models.loading import dtype_of, uses_bf16
+from pipeline.models.memory import GIB, Memory
 from pipeline.models.rank_memory import cost_of_a_pair
-from pipeline.preflight.memory import GIB, Memory
-from pipeline.preflight.prepare import Prepared
+from pipeline.preflight.parts import Prepared
 from pipeline.rollout.episode import RolloutRequest
-from pipeline.rollout.sampler import make_sampler
+from pipeline.rollout.samplers.choice import make_sampler
 from pipeline.rollout.trajectory import Trajectory
+from pipeline.training.learner import Learner
+from pipeline.training.updater import Reference, Updater
 
 LAST = 16  # tokens that are sampled at the end of each episode; those before are given
 SHORT = 512  # tokens of an episode, after the prompt, that says how long the longest group takes

@@ -10,12 +10,12 @@ from statistics import median
 
 from pipeline.config.settings import Config
 from pipeline.data.curriculum import tasks_of_step
-from pipeline.grpo.collect import play_groups
 from pipeline.models.capabilities import idle_weights
 from pipeline.models.layers import outer_layers
+from pipeline.models.memory import GIB, Memory
 from pipeline.preflight.measure import alone, asks_endpoints, updater_of, why_not
-from pipeline.preflight.memory import GIB, Memory
-from pipeline.preflight.prepare import Prepared
+from pipeline.preflight.parts import Prepared
+from pipeline.training.collect import play_groups
 
 SHARDS = ("none", "optimizer", "full")
 TIMES = 3  # that a part of a step is measured

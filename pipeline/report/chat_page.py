@@ -5,7 +5,7 @@ import queue
 import threading
 from collections.abc import Sequence
 
-from pipeline.files.untrusted import printable
+from pipeline.common.untrusted import printable
 from pipeline.report.server import HERE, NO_PAGE, Answer, Page, server_of
 from pipeline.report.write import filled, parts_of_page
 

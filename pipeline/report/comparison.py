@@ -15,13 +15,13 @@ from statistics import fmean
 from typing import Any
 from urllib.parse import quote
 
+from pipeline.common.console import say
+from pipeline.common.errors import UserError
 from pipeline.config.recipe import full_name
-from pipeline.errors import UserError
 from pipeline.evaluation.transfer import differences, estimate, mean_samples, successes_of, summary
-from pipeline.files.console import say
-from pipeline.plots.pictures import Configuration
+from pipeline.report.plots.pictures import Configuration
+from pipeline.report.run_files import RunData, is_finished, load_run, read_settings
 from pipeline.report.tables import METRICS, Rows, number_table
-from pipeline.tracking.run_files import RunData, is_finished, load_run, read_settings
 
 IGNORED = ("run", "tracking")  # sections of settings that do not change what a run learns
 KIND = "curriculum.curriculum"

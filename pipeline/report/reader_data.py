@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 from zlib import crc32
 
-from pipeline.files.durable import whole_lines
-from pipeline.tracking.run_files import episodes_in, task_of, transcripts_in
+from pipeline.common.durable import whole_lines
+from pipeline.report.run_files import episodes_in, task_of, transcripts_in
 
 MAX_EPISODES = 10_000
 MAX_CHARACTERS = 11_000_000  # maximum length of all chunks together; keeps the page below 15 MB

@@ -18,7 +18,7 @@ from tempfile import NamedTemporaryFile
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
-from pipeline.errors import UserError
+from pipeline.common.errors import UserError
 
 PORT = 8765
 HERE = ("127.0.0.1", "localhost", "::1")

@@ -18,15 +18,15 @@ from typing import Any
 import psutil
 from pydantic import BaseModel
 
+from pipeline.common.console import command
+from pipeline.common.durable import finite
+from pipeline.common.layout import RANKS, WARNINGS
+from pipeline.common.untrusted import printable, read_file
 from pipeline.config.cli import Parser
-from pipeline.files.console import command
-from pipeline.files.durable import finite
-from pipeline.files.layout import RANKS, WARNINGS
-from pipeline.files.untrusted import printable, read_file
 from pipeline.report.comparison import runs_in
+from pipeline.report.run_files import RunData, is_finished, load_run, number, reading
 from pipeline.report.tables import Rows, aligned
 from pipeline.report.write import filled
-from pipeline.tracking.run_files import RunData, is_finished, load_run, number, reading
 
 STALE_S = 15.0
 MEANS = ("reward", "success")  # means over the domains that a line of several runs has

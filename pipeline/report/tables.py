@@ -11,9 +11,9 @@ from typing import Any
 
 from pipeline.config.recipe import recipe_in_words
 from pipeline.evaluation.transfer import rate, threshold_of
-from pipeline.plots.drawing import NO_INTERVAL, shown
-from pipeline.plots.pictures import STOP
-from pipeline.tracking.run_files import (
+from pipeline.report.plots.drawing import NO_INTERVAL, shown
+from pipeline.report.plots.pictures import STOP
+from pipeline.report.run_files import (
     Evaluation,
     RunData,
     after_name,

@@ -19,25 +19,17 @@ from math import ceil
 from pathlib import Path
 from typing import Any
 
+from pipeline.common.console import command
+from pipeline.common.layout import METRICS, TIMINGS, WARNINGS
+from pipeline.common.untrusted import printable
 from pipeline.config.cli import Parser
-from pipeline.files.console import command
-from pipeline.files.layout import METRICS, TIMINGS, WARNINGS
-from pipeline.files.untrusted import printable
-from pipeline.plots import drawing, pictures
+from pipeline.report.plots import drawing, pictures
 from pipeline.report.reader_data import read_episodes
-from pipeline.report.server import (
-    HERE,
-    NO_PAGE,
-    PORT,
-    Answer,
-    Page,
-    address_in_words,
-    server_of,
-)
+from pipeline.report.run_files import RunData, load_run, reading, transcripts_in
+from pipeline.report.server import HERE, NO_PAGE, PORT, Answer, Page, address_in_words, server_of
 from pipeline.report.status import Status, status_of, variables_of, with_ranks
 from pipeline.report.tables import data_of
 from pipeline.report.write import TEMPLATES, filled, page_of, render, sections_of, svgs_of
-from pipeline.tracking.run_files import RunData, load_run, reading, transcripts_in
 
 NEWEST = 4  # steps and evaluations whose episodes the page has
 MOST_STEPS = 100  # of a run that does not go on

@@ -22,13 +22,14 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, select_autoescape
 from markupsafe import Markup, escape
 
+from pipeline.common.console import command, in_words, say
+from pipeline.common.errors import UserError
+from pipeline.common.untrusted import printable
 from pipeline.config.cli import Parser
-from pipeline.errors import UserError
-from pipeline.files.console import command, in_words, say
-from pipeline.files.untrusted import printable
-from pipeline.plots import drawing, pictures
 from pipeline.report import comparison
+from pipeline.report.plots import drawing, pictures
 from pipeline.report.reader_data import Reader, read_episodes
+from pipeline.report.run_files import after_name, before_and_after, load_run, number, reading
 from pipeline.report.tables import (
     METRICS,
     aligned,
@@ -41,13 +42,6 @@ from pipeline.report.tables import (
     shown,
     start_table,
     success_tables,
-)
-from pipeline.tracking.run_files import (
-    after_name,
-    before_and_after,
-    load_run,
-    number,
-    reading,
 )
 
 TEMPLATES = Path(__file__).resolve().parent / "templates"

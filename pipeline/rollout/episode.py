@@ -14,16 +14,16 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from pipeline.chat.template import Chat
-from pipeline.chat.text import Parsed
 from pipeline.config.settings import RolloutSettings
-from pipeline.customers import OpeningMessage
 from pipeline.data.tasks import Message, Task
 from pipeline.environments import tools
 from pipeline.environments.calls import Calls
 from pipeline.environments.discovery import OWN_LOOP, Play
 from pipeline.environments.faults import EnvironmentFault, FaultLog
+from pipeline.environments.language_models.customers import OpeningMessage
 from pipeline.environments.tools import RandomState, reply_of
+from pipeline.models.chat.template import Chat
+from pipeline.models.chat.text import Parsed
 from pipeline.rollout.own_loop import LoopPolicy, play
 from pipeline.rollout.trajectory import Conversation, Policy, StopReason, Trajectory
 

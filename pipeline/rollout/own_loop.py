@@ -18,6 +18,7 @@ from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
 
+from pipeline.common.untrusted import is_plain, shown
 from pipeline.config.settings import RolloutSettings
 from pipeline.data.rng import stream_key
 from pipeline.data.rows import messages_problem, with_usual_messages
@@ -25,7 +26,6 @@ from pipeline.data.tasks import Message, Task
 from pipeline.environments.discovery import Play, place_of, schemas_problem
 from pipeline.environments.faults import first_of, wait_of
 from pipeline.environments.tools import MAX_REWARD, as_number
-from pipeline.files.untrusted import is_plain, shown
 from pipeline.rollout.trajectory import Conversation, Policy, StopReason, Trajectory
 
 REPLIES = ("user", "tool")  # roles of messages with which a conversation goes on

@@ -15,6 +15,8 @@ from functools import cached_property, partial
 from itertools import count, groupby, islice
 from typing import Any
 
+from pipeline.common.errors import UserError
+from pipeline.common.untrusted import shown
 from pipeline.config.rules import reward_names
 from pipeline.config.settings import Config
 from pipeline.data.tasks import Message, Task
@@ -23,8 +25,6 @@ from pipeline.environments.discovery import OWN_LOOP
 from pipeline.environments.domains import imported
 from pipeline.environments.faults import EnvironmentFault, FaultLog, describe, only_faults
 from pipeline.environments.tools import MAX_REWARD, RandomState, as_number, writable
-from pipeline.errors import UserError
-from pipeline.files.untrusted import shown
 from pipeline.rollout.trajectory import StopReason, Trajectory
 
 MAX_LOGGED = 2000  # largest number of characters of a value of `log_extra`
@@ -366,6 +366,11 @@ def load_reward_functions(
         for name, target, weight in zip(names, data.reward_funcs, weights, strict=True)
     ]
     return RewardFunctions(functions, config.rollout.call_timeout, config.grpo.max_steps, on_call)
+
+
+def callables_of(rewards: RewardFunctions | None) -> list[Callable[..., Any]]:
+    """Return the functions themselves, whose arguments say which columns they read."""
+    return [function.function for function in rewards.functions] if rewards else []
 
 
 def _imported(target: str) -> Any:

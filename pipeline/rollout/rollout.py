@@ -8,27 +8,20 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
-from pipeline.chat.template import Chat
-from pipeline.chat.text import Parsed
+from pipeline.common.console import say
 from pipeline.config.settings import RolloutSettings
-from pipeline.customers import OpeningMessage, record
 from pipeline.environments.calls import TICK_S, Calls, run
 from pipeline.environments.faults import FaultLog
+from pipeline.environments.language_models.customers import OpeningMessage, record
 from pipeline.environments.tools import Judge, reply_of
-from pipeline.files.console import say
+from pipeline.models.chat.template import Chat
+from pipeline.models.chat.text import Parsed
 from pipeline.models.rank_memory import give_memory_back, is_out_of_memory
 from pipeline.rollout.episode import Episode, Reply, Shared, Watch
 from pipeline.rollout.episode import RolloutRequest as RolloutRequest
 from pipeline.rollout.rewards import Completion, RewardFunctions
-from pipeline.rollout.sampler import Handle, Sampler
-from pipeline.rollout.trajectory import (
-    Conversation,
-    Policy,
-    Said,
-    Sampled,
-    StopReason,
-    Trajectory,
-)
+from pipeline.rollout.samplers.choice import Handle, Sampler
+from pipeline.rollout.trajectory import Conversation, Policy, Said, Sampled, StopReason, Trajectory
 
 Progress = Callable[[int], None]  # gets the number of episodes that have just ended
 TURN_SHARE = 0.25  # share of messages that must be complete before environments answer

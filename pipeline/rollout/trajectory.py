@@ -5,13 +5,13 @@ loss_mask [1 1 1 1  0 0 0  1 1 1]. Here p is a token of the prompt, s a sampled 
 end of turn, and t a token of a tool's reply.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from itertools import count
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
-from pipeline.chat.text import Parsed
+from pipeline.models.chat.text import Parsed
 
 _places = count()  # of the conversations that wait, in their order
 
@@ -192,3 +192,24 @@ class Policy(Protocol):
 
     def close(self, conversation: Conversation) -> None:
         """End a conversation, also one that waits."""
+
+
+Record = TypeVar("Record", bound=EpisodeRecord)
+
+
+def grouped(records: Iterable[Record], *names: str) -> dict[str, list[Record]]:
+    """Group records by the values of the fields `names`; a group's key joins values with `/`."""
+    groups: dict[str, list[Record]] = {}
+    for record in records:
+        groups.setdefault("/".join(getattr(record, name) for name in names), []).append(record)
+    return groups
+
+
+def succeeded(reward: Any, threshold: float) -> Any:
+    """Return whether a reward, or each reward of an array, is at least the threshold."""
+    return reward >= threshold - 1e-9 * abs(threshold)
+
+
+def is_graded(rewards: Iterable[float]) -> bool:
+    """Return whether any reward is a number other than 0 and 1."""
+    return any(reward not in (0, 1) for reward in rewards)

@@ -41,17 +41,17 @@ from common import (
 )
 from torch import distributed
 
+from pipeline.common.errors import UserError
 from pipeline.config.settings import Config, GRPOSettings
 from pipeline.distributed.sharding import shard_model, whole
-from pipeline.errors import UserError
-from pipeline.grpo.algorithm import grpo_loss
-from pipeline.grpo.micro_batches import micro_batch
-from pipeline.grpo.token_logprobs import TokenLogprobs
 from pipeline.models.layers import outer_layers, recompute_layers
+from pipeline.models.memory import Memory
 from pipeline.models.tiny import tiny_model, tiny_tokenizer
-from pipeline.preflight.memory import Memory
-from pipeline.rollout.row_sampler import RowSampler
+from pipeline.rollout.samplers.own import RowSampler
 from pipeline.rollout.trajectory import Trajectory
+from pipeline.training.grpo import grpo_loss
+from pipeline.training.micro_batches import micro_batch
+from pipeline.training.token_logprobs import TokenLogprobs
 
 HERE = Path(__file__).resolve().parent
 PEAK_TFLOPS = {"H100": 989, "H200": 989, "A100": 312, "L40S": 362, "4090": 165}  # dense bf16

@@ -26,13 +26,13 @@ from typing import Any
 import torch
 from common import machine, parser_of, write_json
 
-from pipeline.chat.template import Chat
 from pipeline.config.settings import RolloutSettings
 from pipeline.data.rng import stream_key
 from pipeline.data.tasks import Task
+from pipeline.models.chat.template import Chat
 from pipeline.models.tiny import tiny_model, tiny_tokenizer
 from pipeline.rollout.rollout import Rollout, RolloutRequest, SamplerPolicy
-from pipeline.rollout.row_sampler import RowSampler
+from pipeline.rollout.samplers.own import RowSampler
 from pipeline.rollout.trajectory import Trajectory
 
 MOST_RATIO = 1.5  # of the wall time to the least possible time

@@ -22,14 +22,14 @@ from turns import Gate, Work, script_of, siblings, without_users
 
 from pipeline import train
 from pipeline.config.cli import parse
-from pipeline.connect import connect
 from pipeline.data.curriculum import tasks_of_step
 from pipeline.distributed import ranks as collectives
+from pipeline.distributed.connect import connect
 from pipeline.distributed.watchdog import Watchdog
 from pipeline.environments.tools import tool_schemas
-from pipeline.grpo.collect import RolloutBatch, collect_rollouts, give_advantages
 from pipeline.rollout.trajectory import EpisodeRecord, Trajectory
 from pipeline.run_state import Run, open_run
+from pipeline.training.collect import RolloutBatch, collect_rollouts, give_advantages
 
 ADD_UP = collectives.add_up
 LARGE = ("gradients", "messages")  # large transfers between ranks

@@ -30,13 +30,13 @@ import torch
 from common import machine, model_of, parser_with_device, ready, write_json
 from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig
 
-from pipeline.grpo.micro_batches import make_micro_batches
-from pipeline.grpo.token_logprobs import TokenLogprobs
 from pipeline.models.layers import weight_of_logits
 from pipeline.models.sampling_copy import trained_weights
 from pipeline.models.tiny import tiny_model, tiny_tokenizer
-from pipeline.rollout.row_sampler import RowSampler
+from pipeline.rollout.samplers.own import RowSampler
 from pipeline.rollout.trajectory import Trajectory
+from pipeline.training.micro_batches import make_micro_batches
+from pipeline.training.token_logprobs import TokenLogprobs
 
 Play = Callable[[], float]
 

@@ -112,7 +112,7 @@ def play(folder: str) -> dict[str, list[str]]:
 
 def make_groups_live() -> None:
     """Replace rewards by 0 and 1 in turns, so that every group trains."""
-    from pipeline.embedded.airline import AirlineEnvironment
+    from pipeline.environments.embedded.airline import AirlineEnvironment
 
     rewards = cycle((0.0, 1.0))
     of_domain = AirlineEnvironment.get_reward
@@ -126,7 +126,7 @@ def make_groups_live() -> None:
 
 def make_messages_call_tools() -> None:
     """Replace every finished message by a tool call. Every second call finds nothing."""
-    from pipeline.chat.template import Chat
+    from pipeline.models.chat.template import Chat
 
     numbers = count()
     of_chat = Chat.parse

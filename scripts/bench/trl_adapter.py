@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import wraps
 from typing import Any, ClassVar
 
+from pipeline.common.errors import UserError
 from pipeline.data.tasks import Message, Task
 from pipeline.environments.tools import (
     call_tool,
@@ -27,7 +28,6 @@ from pipeline.environments.tools import (
     settled,
     tool_methods,
 )
-from pipeline.errors import UserError
 
 
 class _Adapter:

@@ -29,7 +29,7 @@ from pipeline.config.cli import parse
 from pipeline.config.settings import Config
 from pipeline.data.curriculum import tasks_of_step
 from pipeline.models.loading import load_model
-from pipeline.preflight.prepare import Prepared, prepare
+from pipeline.preflight.parts import Prepared, prepare
 
 SAME = {  # settings with equal names in TRL and here
     *("temperature", "num_generations", "learning_rate"),

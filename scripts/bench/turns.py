@@ -26,7 +26,7 @@ from scripts.proofs.ranks import free_port
 
 if TYPE_CHECKING:
     from pipeline.data.tasks import Task
-    from pipeline.preflight.prepare import Prepared
+    from pipeline.preflight.parts import Prepared
 
 HERE = Path(__file__).resolve().parent
 PLAIN_RUN = [  # flags of all compared runs
@@ -206,8 +206,8 @@ def script_of(task: Task, parts: Prepared, sibling: int) -> list[list[int]]:
     message is "Done.". Until `PARTING_TURN`, the messages of all episodes of a group are equal;
     later messages look up different ids.
     """
-    from pipeline.embedded.cases import IDS
     from pipeline.environments import run_expert
+    from pipeline.environments.embedded.cases import IDS
 
     domain = parts.domains[task.domain]
     assert domain.expert is not None, f"{domain.name} has no expert to begin with"

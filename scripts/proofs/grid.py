@@ -16,7 +16,11 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from pipeline.config.settings import Config, LossType, ModelSettings
 from pipeline.distributed.ranks import Ranks, parameter_hash
 from pipeline.distributed.sharding import fill, shard_model, whole
-from pipeline.grpo.micro_batches import (
+from pipeline.models import lora
+from pipeline.models.layers import outer_layers, recompute_layers
+from pipeline.models.tiny import tiny_model, tiny_tokenizer
+from pipeline.rollout.trajectory import StopReason, Trajectory
+from pipeline.training.micro_batches import (
     Item,
     MicroBatch,
     cuts,
@@ -25,12 +29,8 @@ from pipeline.grpo.micro_batches import (
     micro_batch,
     shared_cuts,
 )
-from pipeline.grpo.token_logprobs import TokenLogprobs
-from pipeline.grpo.updater import Reference, Updater
-from pipeline.models import lora
-from pipeline.models.layers import outer_layers, recompute_layers
-from pipeline.models.tiny import tiny_model, tiny_tokenizer
-from pipeline.rollout.trajectory import StopReason, Trajectory
+from pipeline.training.token_logprobs import TokenLogprobs
+from pipeline.training.updater import Reference, Updater
 from scripts.proofs.ranks import play_ranks
 
 LAYOUTS = ("padded", "token-budget", "packed", "shared", "balanced")

@@ -36,7 +36,7 @@ from urllib.request import Request, urlopen
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from pipeline.endpoints.language_model import key_of
+from pipeline.environments.language_models.language_model import key_of
 from scripts.bench.common import finish_run, machine, parser_of, start_run, write_json
 from scripts.proofs.chaos import digests, family, ranks_of, send, still_alive
 from scripts.proofs.ranks import free_port

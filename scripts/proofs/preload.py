@@ -2,7 +2,7 @@
 
 import sys
 
-from pipeline.files.console import importing
+from pipeline.common.console import importing
 
 try:
     with importing():

@@ -18,9 +18,9 @@ from pipeline.config.cli import parse
 from pipeline.data.rng import stream_key, uniforms
 from pipeline.distributed.sharding import fill, whole
 from pipeline.models.sampling_copy import trained_weights
-from pipeline.rollout.row_sampler import RowSampler
-from pipeline.rollout.sampler import make_sampler
-from pipeline.rollout.sequences import cumulative
+from pipeline.rollout.samplers.choice import make_sampler
+from pipeline.rollout.samplers.drawing import cumulative
+from pipeline.rollout.samplers.own import RowSampler
 from pipeline.rollout.trajectory import Trajectory
 from pipeline.run_state import Run, open_run
 from pipeline.train import main

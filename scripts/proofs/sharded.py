@@ -36,11 +36,11 @@ from pipeline.checkpoints.moments import whole_moments, write_sharded
 from pipeline.config.settings import Config
 from pipeline.distributed.ranks import Ranks
 from pipeline.distributed.sharding import shard_model
-from pipeline.grpo.token_logprobs import TokenLogprobs
-from pipeline.grpo.updater import Updater
 from pipeline.models.layers import outer_layers
 from pipeline.models.sampling_copy import SamplingCopy
 from pipeline.models.tiny import tiny_tokenizer
+from pipeline.training.token_logprobs import TokenLogprobs
+from pipeline.training.updater import Updater
 from scripts.proofs.grid import LOSS_TYPES, Cell, difference, make_episodes, play_updates
 from scripts.proofs.ranks import play_ranks
 

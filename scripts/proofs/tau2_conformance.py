@@ -129,7 +129,7 @@ def whole_database(environment: Any) -> str:
 
 def leaked(domain: Domain, path: Path, task: str) -> bool:
     """Return whether an episode that begins now differs from one on databases loaded anew."""
-    from pipeline.tau2.checkout import Checkout
+    from pipeline.environments.tau2.checkout import Checkout
 
     fresh, here = Checkout(path, domain.name).make_environment(), started(domain, task)
     state = here._task.initial_state

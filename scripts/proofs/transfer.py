@@ -22,8 +22,8 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from pipeline.commands import sweep
+from pipeline.common.errors import UserError
 from pipeline.config.cli import parse
-from pipeline.errors import UserError
 from pipeline.evaluation.transfer import Number, differences, summary
 from scripts.bench.common import machine, parser_of, results_of, write_json
 

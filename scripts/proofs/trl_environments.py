@@ -36,6 +36,7 @@ from datasets import disable_progress_bars
 from pipeline.config.cli import parse
 from pipeline.data.tasks import Task
 from pipeline.environments import Domain, load_domains
+from pipeline.environments.task_sets import task_sets
 from pipeline.environments.tools import (
     RandomState,
     ToolAnswer,
@@ -45,10 +46,10 @@ from pipeline.environments.tools import (
     started,
     tool_methods,
 )
-from pipeline.preflight.task_sets import task_sets
 from pipeline.rollout.rewards import (
     Completion,
     RewardFunctions,
+    callables_of,
     load_reward_functions,
 )
 from pipeline.rollout.trajectory import Trajectory
@@ -414,7 +415,7 @@ def drive(example: Example, flags: list[str]) -> int:
     rewards = load_reward_functions(config)
     for domain in domains.values():
         missed = set(tool_methods(domain.environment))
-        for task in task_sets(config, domain).train[:6]:
+        for task in task_sets(config, domain, callables_of(rewards)).train[:6]:
             plays = [played(example, domain, task, rewards) for _ in range(2)]
             assert plays[0] == plays[1], f"two plays of task {task.id} differ"
             missed.difference_update(name for name, _ in plays[0])

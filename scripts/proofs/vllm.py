@@ -39,16 +39,16 @@ import torch
 sys.path.pop(0)  # else `import vllm` finds this file
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from pipeline.chat.template import Chat
+from pipeline.common.errors import RunError
 from pipeline.config.settings import ModelSettings, RolloutSettings
-from pipeline.errors import RunError
-from pipeline.grpo.learner import Probe
-from pipeline.grpo.token_logprobs import TokenLogprobs
 from pipeline.models import lora
+from pipeline.models.chat.template import Chat
 from pipeline.models.sampling_copy import trained_weights
 from pipeline.models.tiny import tiny_tokenizer
-from pipeline.rollout.row_sampler import RowSampler
-from pipeline.rollout.vllm_sampler import VLLMSampler
+from pipeline.rollout.samplers.own import RowSampler
+from pipeline.rollout.samplers.vllm import VLLMSampler
+from pipeline.training.learner import Probe
+from pipeline.training.token_logprobs import TokenLogprobs
 from scripts.bench.common import finish_run, machine, parser_of, start_run, write_json
 
 GAP = 1e-4  # nats

@@ -26,13 +26,13 @@ from pipeline.checkpoints.run_folder import (
     refuse_changes,
     write_manifest,
 )
+from pipeline.common.durable import write_text
+from pipeline.common.errors import UserError
 from pipeline.config.settings import Config, ModelSettings, RunSettings
 from pipeline.distributed.ranks import Ranks, parameter_hash
-from pipeline.errors import UserError
-from pipeline.files.durable import write_text
-from pipeline.grpo.token_logprobs import TokenLogprobs
-from pipeline.grpo.updater import Updater
 from pipeline.models import lora
+from pipeline.training.token_logprobs import TokenLogprobs
+from pipeline.training.updater import Updater
 from scripts.proofs.grid import make_episodes, small_model
 from scripts.proofs.ranks import play_ranks
 from tests.support.helpers import tokenizer

@@ -9,9 +9,9 @@ import torch
 from transformers import PretrainedConfig
 
 from pipeline.checkpoints import resume
+from pipeline.common.errors import UserError
 from pipeline.config.cli import parse
 from pipeline.distributed.ranks import Ranks
-from pipeline.errors import UserError
 from scripts.proofs.ranks import play_ranks
 
 KEPT = {"python_version": platform.python_version}

@@ -7,7 +7,7 @@ from dataclasses import asdict
 import pytest
 
 from pipeline.checkpoints.transcripts import read_records
-from pipeline.errors import UserError
+from pipeline.common.errors import UserError
 from pipeline.rollout.trajectory import Trajectory
 
 RECORD = Trajectory(domain="d", task_id="t").record()

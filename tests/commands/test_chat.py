@@ -14,14 +14,9 @@ from urllib.request import Request, urlopen
 import pytest
 import yaml
 
-from pipeline.commands.chat import (
-    Conversation,
-    Terminal,
-    main,
-    state_of,
-)
+from pipeline.commands.chat import Conversation, Terminal, main, state_of
 from pipeline.config.settings import RolloutSettings
-from pipeline.embedded.retail import RetailEnvironment, generate_tasks
+from pipeline.environments.embedded.retail import RetailEnvironment, generate_tasks
 from pipeline.environments.tools import run_here, started
 from pipeline.report.chat_page import ChatPage
 from pipeline.rollout.rollout import RolloutRequest

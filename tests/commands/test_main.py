@@ -9,9 +9,9 @@ from contextlib import suppress
 import pytest
 
 from pipeline.commands.main import ANEW, COMMANDS, main, settings_of
+from pipeline.common.console import STARTED_AS
+from pipeline.common.errors import RunError, UserError
 from pipeline.config.cli import parse
-from pipeline.errors import RunError, UserError
-from pipeline.files.console import STARTED_AS
 from pipeline.run import guarded
 from tests.support import ROOT
 

@@ -81,7 +81,7 @@ def run_sweep(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sweep, "subprocess", warm_subprocess())
     monkeypatch.setattr(sweep.signal, "signal", lambda *_: None)
-    monkeypatch.setattr("pipeline.plots.pictures.OF_RUN", {})
+    monkeypatch.setattr("pipeline.report.plots.pictures.OF_RUN", {})
 
     def run(*arguments, code=0):
         found = main(["sweep", *arguments])

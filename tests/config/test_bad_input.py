@@ -14,32 +14,32 @@ import tracemalloc
 from collections import namedtuple
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 from datasets import Dataset, Features, Image, List, Value
 from safetensors.torch import load_file, save_file
 
-from pipeline.chat.template import Chat
 from pipeline.checkpoints.run_folder import open_folder, take_model_of_run
+from pipeline.common import children
+from pipeline.common.errors import UserError
 from pipeline.config.cli import parse
 from pipeline.config.recipe import read_recipe
 from pipeline.config.settings import Config, ModelSettings
 from pipeline.data.rows import DatasetRows
 from pipeline.data.tasks import load_tasks, tasks_of
-from pipeline.distributed import children
-from pipeline.embedded.airline import generate_tasks
 from pipeline.environments.demonstrations import read_demonstrations
 from pipeline.environments.domains import load_domains
-from pipeline.errors import UserError
+from pipeline.environments.embedded.airline import generate_tasks
+from pipeline.environments.task_sets import split_source, task_sets
+from pipeline.models.chat.template import Chat
 from pipeline.models.loading import load_folder, load_model, load_tokenizer
+from pipeline.models.memory import Memory
+from pipeline.models.model_checks import check_model
 from pipeline.models.tiny import tiny_model
-from pipeline.preflight.check import check_model, refuse_full_disk
-from pipeline.preflight.memory import Memory
-from pipeline.preflight.task_sets import split_source, task_sets
-from pipeline.preflight.trials import check_demonstrations
+from pipeline.preflight.check import refuse_full_disk
 from pipeline.run import main
+from pipeline.training.demonstration_checks import check_demonstrations
 from tests.support.helpers import chat, embedded, tokenizer
 from tests.support.messages import refusal, says
 
@@ -690,7 +690,7 @@ def load(name: str | Path, **settings: str) -> None:
     config = Config.model_validate({"model": {"model": str(name), **settings}})
     tokenizer = load_tokenizer(config.model)
     Chat(tokenizer)
-    check_model(config, SimpleNamespace(tokenizer=tokenizer))
+    check_model(config, tokenizer)
 
 
 @cases(MODELS)

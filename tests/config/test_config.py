@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 from trl import GRPOConfig
 
+from pipeline.common.errors import nearest
 from pipeline.config.cli import flag, parse
 from pipeline.config.recipe import SETTINGS, dump, instead, load_recipe, trl_names
 from pipeline.config.rules import left_out
 from pipeline.config.settings import GRPOSettings
-from pipeline.errors import nearest
 from tests.support import ROOT
 from tests.support.messages import refusal, says
 

@@ -4,6 +4,7 @@ from collections import Counter
 
 import pytest
 
+from pipeline.common.errors import UserError
 from pipeline.config.settings import Config
 from pipeline.data.curriculum import (
     TaskMixture,
@@ -17,7 +18,6 @@ from pipeline.data.curriculum import (
     split,
     tasks_of_step,
 )
-from pipeline.errors import UserError
 from tests.support.helpers import make_task
 from tests.support.messages import refusal, says
 

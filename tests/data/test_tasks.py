@@ -19,20 +19,15 @@ from types import SimpleNamespace
 import pytest
 from datasets import Dataset, DatasetDict, Features, Json, Value, config
 
+from pipeline.common.errors import UserError
 from pipeline.config.settings import Config
 from pipeline.data.datasets import open_tasks
 from pipeline.data.rows import DatasetRows, messages_problem, with_usual_messages
-from pipeline.data.tasks import (
-    Task,
-    load_tasks,
-    tasks_for_step,
-    tasks_of,
-)
+from pipeline.data.tasks import Task, load_tasks, tasks_for_step, tasks_of
 from pipeline.distributed.ranks import Ranks
-from pipeline.embedded.airline import AirlineEnvironment
-from pipeline.embedded.airline import generate_tasks as airline_tasks
-from pipeline.errors import UserError
-from pipeline.preflight.task_sets import split_source
+from pipeline.environments.embedded.airline import AirlineEnvironment
+from pipeline.environments.embedded.airline import generate_tasks as airline_tasks
+from pipeline.environments.task_sets import split_source
 from tests.support.helpers import embedded, save_tasks
 from tests.support.messages import says
 
@@ -542,7 +537,7 @@ def test_tasks_spread_over_a_large_source_are_tried_in_the_environment(tmp_path,
         def reset(self, **row):
             tried.append(row["id"])
 
-    monkeypatch.setattr("pipeline.preflight.task_sets.NUM_TRIED", 4)
+    monkeypatch.setattr("pipeline.environments.task_sets.NUM_TRIED", 4)
     save_tasks(
         [replace(task, domain="airline") for task in make_tasks(14)], path := tmp_path / "a.jsonl"
     )
@@ -554,7 +549,7 @@ def test_tasks_spread_over_a_large_source_are_tried_in_the_environment(tmp_path,
 
 
 def test_the_longest_prompts_of_a_source_are_known(tmp_path, monkeypatch):
-    monkeypatch.setattr("pipeline.preflight.task_sets.NUM_LONGEST", 2)
+    monkeypatch.setattr("pipeline.environments.task_sets.NUM_LONGEST", 2)
     tasks = [
         replace(task, domain="airline", prompt=({"role": "user", "content": "x" * length},))
         for task, length in zip(make_tasks(5), (3, 9, 1, 7, 99), strict=True)

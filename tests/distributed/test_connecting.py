@@ -9,8 +9,8 @@ from datetime import timedelta
 import pytest
 from torch.distributed import HashStore, ProcessGroupGloo, TCPStore
 
+from pipeline.common.errors import RunError, UserError
 from pipeline.distributed.connecting import rendezvous
-from pipeline.errors import RunError, UserError
 
 HOST = platform.node()
 

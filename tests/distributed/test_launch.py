@@ -41,7 +41,7 @@ SHORT_TRAINING = """
 import os, sys, time, types
 
 def main(config):
-    from pipeline.errors import UserError
+    from pipeline.common.errors import UserError
     do = config.tracking.run_name
     rank = connected(config) if do in (None, "fault") else int(os.environ["RANK"])
     if do == "mistake":

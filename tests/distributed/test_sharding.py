@@ -16,10 +16,10 @@ from pipeline.checkpoints.run_folder import find_checkpoint, problem, read_state
 from pipeline.config.settings import Config, ModelSettings, RunSettings
 from pipeline.distributed.ranks import Ranks
 from pipeline.distributed.sharding import shard_model, whole
-from pipeline.grpo.token_logprobs import TokenLogprobs
-from pipeline.grpo.updater import Reference, Updater
 from pipeline.models import lora
 from pipeline.models.layers import outer_layers, recompute_layers
+from pipeline.training.token_logprobs import TokenLogprobs
+from pipeline.training.updater import Reference, Updater
 from scripts.proofs.grid import (
     Cell,
     difference,

@@ -16,11 +16,11 @@ import pytest
 import torch
 from accelerate import Accelerator
 
+from pipeline.common.errors import UserError
 from pipeline.distributed import watchdog as watching
 from pipeline.distributed.connecting import rendezvous_again
 from pipeline.distributed.ranks import CollectiveError, Interrupted, Ranks
 from pipeline.distributed.watchdog import ToldElsewhere, Watchdog
-from pipeline.errors import UserError
 from scripts.proofs.ranks import play_ranks
 
 pytestmark = pytest.mark.whole_run

@@ -303,7 +303,7 @@ def test_the_commands_of_a_page_run_with_few_steps(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sweep, "subprocess", warm_subprocess())
     monkeypatch.setattr(sweep.signal, "signal", lambda *_: None)
-    monkeypatch.setattr("pipeline.plots.pictures.OF_RUN", {})
+    monkeypatch.setattr("pipeline.report.plots.pictures.OF_RUN", {})
     monkeypatch.setattr("sys.stdin", io.StringIO("hello\n"))  # for a chat; then the input ends
     for name, text in files_of(page).items():
         (tmp_path / name).write_text(text, encoding="utf-8")

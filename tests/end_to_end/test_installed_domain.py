@@ -33,7 +33,7 @@ def site(tmp_path, monkeypatch):
     pip += ["--no-build-isolation", "--target", str(folder), str(tmp_path / "source")]
     subprocess.run(pip, check=True)
     monkeypatch.chdir(folder)
-    monkeypatch.setattr("pipeline.plots.pictures.OF_RUN", {})
+    monkeypatch.setattr("pipeline.report.plots.pictures.OF_RUN", {})
     monkeypatch.syspath_prepend(str(folder))
     yield folder
     sys.modules.pop("cloakroom", None)

@@ -7,11 +7,11 @@ import pytest
 
 from pipeline.checkpoints.checkpoint import Checkpointer, TrainState
 from pipeline.checkpoints.run_folder import read_state
+from pipeline.checkpoints.trained import open_checkpoint
 from pipeline.config.cli import parse
 from pipeline.config.settings import RunSettings
 from pipeline.distributed.ranks import Ranks
 from pipeline.evaluation.evaluate import mean_success
-from pipeline.export.checkpoint import open_checkpoint
 from pipeline.run_state import open_run
 from scripts.proofs.ranks import play_ranks
 from tests.support import SMALL_RUN, warm

@@ -16,15 +16,15 @@ from pipeline.before_grpo import before_training
 from pipeline.config.cli import parse
 from pipeline.config.settings import Config, ModelSettings
 from pipeline.distributed.ranks import Ranks, parameter_hash
-from pipeline.grpo.algorithm import k3
-from pipeline.grpo.micro_batches import make_micro_batches, micro_batch
-from pipeline.grpo.token_logprobs import TokenLogprobs
-from pipeline.grpo.updater import Reference, Updater
 from pipeline.models import lora
 from pipeline.models.layers import recompute_layers
 from pipeline.models.tiny import tiny_model
 from pipeline.run import main as command
 from pipeline.train import begin_grpo, begin_stage, train
+from pipeline.training.grpo import k3
+from pipeline.training.micro_batches import make_micro_batches, micro_batch
+from pipeline.training.token_logprobs import TokenLogprobs
+from pipeline.training.updater import Reference, Updater
 from scripts.proofs.grid import make_episodes, small_model
 from scripts.proofs.ranks import play_ranks
 from tests.support.helpers import start_unwatched, tokenizer

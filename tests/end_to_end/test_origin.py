@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from pipeline.common.errors import UserError
 from pipeline.data.tasks import HELD_OUT
-from pipeline.errors import UserError
 from pipeline.evaluation.transfer import Runs
 from pipeline.models.tiny import CHAT_TEMPLATE, tiny_model
 from tests.support.helpers import tokenizer

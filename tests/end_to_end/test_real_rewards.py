@@ -20,8 +20,8 @@ from pipeline.config.cli import parse
 from pipeline.data.tasks import Task
 from pipeline.evaluation import evaluate as evaluation
 from pipeline.report import write as report
+from pipeline.report.run_files import final_numbers
 from pipeline.run_state import Run
-from pipeline.tracking.run_files import final_numbers
 from scripts.proofs.ranks import play_ranks
 from scripts.proofs.runs import without_report
 from tests.support.helpers import make_task, say

@@ -8,10 +8,16 @@ from pathlib import Path
 import pytest
 
 from pipeline.config.settings import Config
-from pipeline.rft import examples_of, kept_of, round_in_words, schedule_of_round, summary_of
+from pipeline.report.run_files import transcripts_in
 from pipeline.rollout.trajectory import StopReason, Trajectory
-from pipeline.sft import IGNORED, Schedule
-from pipeline.tracking.run_files import transcripts_in
+from pipeline.training.rft import (
+    examples_of,
+    kept_of,
+    round_in_words,
+    schedule_of_round,
+    summary_of,
+)
+from pipeline.training.sft import IGNORED, Schedule
 from tests.end_to_end.test_train import jsonl
 from tests.support import SMALL_RUN
 from tests.support.messages import says

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import yaml
 
+from pipeline.common.errors import RunError
 from pipeline.config.settings import Config
 from pipeline.distributed.ranks import Ranks
-from pipeline.errors import RunError
-from pipeline.grpo.collect import RolloutBatch, Sample, give_advantages
-from pipeline.preflight import memory
-from pipeline.preflight.memory import Memory
+from pipeline.models import memory
+from pipeline.models.memory import Memory
 from pipeline.run_state import Run, open_run
+from pipeline.training.collect import RolloutBatch, Sample, give_advantages
 from scripts.proofs.grid import make_trajectory
 from tests.support.warm import play
 
@@ -183,10 +183,12 @@ DESK = """
 from dataclasses import replace
 from pathlib import Path
 
-from pipeline.embedded.airline import AirlineEnvironment, generate_tasks as airline_tasks
+from pipeline.environments.embedded import airline
+
+airline_tasks = airline.generate_tasks
 
 
-class DeskEnvironment(AirlineEnvironment):
+class DeskEnvironment(airline.AirlineEnvironment):
     def reset(self, **row):
         if row["id"].startswith("train-") and Path("out").exists() > Path("mended").exists():
             Path("broken").touch()

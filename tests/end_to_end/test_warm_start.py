@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, get_scheduler
 
 from pipeline.checkpoints.checkpoint import Checkpointer, TrainState
 from pipeline.checkpoints.run_folder import find_checkpoint, read_state
+from pipeline.common.errors import UserError
 from pipeline.config.cli import flag, parse
 from pipeline.config.settings import (
     DEFAULT_DOMAINS,
@@ -28,15 +29,15 @@ from pipeline.distributed.sharding import shard_model, whole
 from pipeline.environments.domains import Domain
 from pipeline.environments.experts import run_expert
 from pipeline.environments.tools import tool_schemas
-from pipeline.errors import UserError
-from pipeline.grpo import token_logprobs
 from pipeline.models import lora
 from pipeline.models.layers import outer_layers
 from pipeline.models.tiny import tiny_model
-from pipeline.preflight.prepare import prepare
-from pipeline.preflight.trials import check_demonstrations, check_limits
+from pipeline.preflight.parts import prepare
+from pipeline.rollout.limits import check_limits
 from pipeline.rollout.rollout import RolloutRequest
-from pipeline.sft import (
+from pipeline.training import token_logprobs
+from pipeline.training.demonstration_checks import check_demonstrations
+from pipeline.training.sft import (
     IGNORED,
     Schedule,
     encode,
@@ -114,7 +115,7 @@ def test_labels_stand_exactly_on_what_the_assistant_says():
 
 @pytest.mark.parametrize("domain", EMBEDDED_DOMAINS)
 def test_a_row_holds_the_tokens_of_the_rollout_that_says_the_same(domain):
-    module = import_module(f"pipeline.embedded.{domain}")
+    module = import_module(f"pipeline.environments.embedded.{domain}")
     environment = ENVIRONMENTS[domain]
     tasks = module.generate_tasks(3, 30, "train", "medium")
     played = [run_expert(environment(), module.expert, task, 0.5)[0] for task in tasks]
@@ -144,7 +145,7 @@ def by_ids(row):
 
 @pytest.mark.parametrize("domain", EMBEDDED_DOMAINS)
 def test_the_demonstrations_are_the_experts_who_break_rules_in_their_share(domain):
-    module = import_module(f"pipeline.embedded.{domain}")
+    module = import_module(f"pipeline.environments.embedded.{domain}")
     tools = tool_schemas(ENVIRONMENTS[domain])
     rewards = {}
     for share in (1.0, 0.3):

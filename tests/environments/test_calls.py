@@ -17,10 +17,10 @@ from functools import partial
 
 import pytest
 
+from pipeline.common.errors import CtrlC
 from pipeline.environments import calls
 from pipeline.environments.calls import Calls, awaited, guarded, run
 from pipeline.environments.faults import CallTimeout, EnvironmentFault
-from pipeline.errors import CtrlC
 from tests.support import ROOT
 from tests.support.messages import says
 

@@ -10,17 +10,17 @@ from accelerate import Accelerator
 from datasets import Dataset
 
 from pipeline.checkpoints.run_folder import write_manifest
+from pipeline.common.errors import UserError
 from pipeline.config.settings import EMBEDDED_DOMAINS, Config, DataSettings
 from pipeline.distributed.ranks import Ranks
 from pipeline.environments import Domain, load_domains
 from pipeline.environments.demonstrations import demonstrations_of
 from pipeline.environments.domains import generated
 from pipeline.environments.experts import run_expert
-from pipeline.errors import UserError
 from pipeline.evaluation.baselines import baselines
 from pipeline.models.tiny import tiny_model, tiny_tokenizer
-from pipeline.preflight.prepare import prepare
-from pipeline.sft import IGNORED, encode, fine_tune, sft_examples, warm_start_schedule
+from pipeline.preflight.parts import prepare
+from pipeline.training.sft import IGNORED, encode, fine_tune, sft_examples, warm_start_schedule
 from scripts.proofs.ranks import play_ranks
 from tests.support.helpers import embedded, save_tasks, tokenizer
 from tests.support.messages import says
@@ -279,7 +279,7 @@ def test_what_a_module_offers_belongs_to_its_domain(own):
     assert (bank.environment, bank.expert) == (module.BankEnvironment, module.expert)
     assert bank.generate_tasks is module.generate_tasks
     assert (list(bank.words()), bank.max_tasks) == (list(module.WORDS), None)
-    assert airline.expert is sys.modules["pipeline.embedded.airline"].expert
+    assert airline.expert is sys.modules["pipeline.environments.embedded.airline"].expert
     assert airline.max_tasks == 100_000
     assert "find_reservation" in airline.words()
 

@@ -16,7 +16,9 @@ from scripts.bench.trl_adapter import factories, outcome_reward, rows_without_us
 from tests.support.helpers import call, chat, embedded, environments_of, say, tokenizer
 
 CLASSES = environments_of(embedded(*DEFAULT_DOMAINS))
-MODULES = {domain: import_module(f"pipeline.embedded.{domain}") for domain in DEFAULT_DOMAINS}
+MODULES = {
+    domain: import_module(f"pipeline.environments.embedded.{domain}") for domain in DEFAULT_DOMAINS
+}
 END = chat().end_of_turn_id
 
 

@@ -11,10 +11,13 @@ from typing import Any
 import pytest
 from datasets import Dataset
 
+from pipeline.common.errors import UserError
 from pipeline.config.cli import parse
 from pipeline.config.settings import Config
 from pipeline.environments import load_domains
 from pipeline.environments.discovery import no_tools, tool_problem
+from pipeline.environments.task_checks import try_task
+from pipeline.environments.task_sets import task_sets
 from pipeline.environments.tools import (
     RandomState,
     call_tool,
@@ -22,10 +25,7 @@ from pipeline.environments.tools import (
     tool_methods,
     tool_schemas,
 )
-from pipeline.environments.trials import try_task
-from pipeline.errors import UserError
-from pipeline.preflight.prepare import prepare
-from pipeline.preflight.task_sets import task_sets
+from pipeline.preflight.parts import prepare
 from pipeline.rollout.rewards import load_reward_functions
 from pipeline.rollout.rollout import RolloutRequest
 from pipeline.rollout.trajectory import StopReason

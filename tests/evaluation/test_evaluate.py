@@ -9,12 +9,12 @@ from threading import Event
 import pytest
 from accelerate import Accelerator
 
+from pipeline.common.errors import RunError
 from pipeline.config.settings import Config, RolloutSettings
 from pipeline.distributed.ranks import Ranks
 from pipeline.environments import Domain, Outage
 from pipeline.environments.calls import Calls
 from pipeline.environments.single_turn import SingleTurnEnvironment
-from pipeline.errors import RunError
 from pipeline.evaluation.baselines import baselines
 from pipeline.evaluation.evaluate import (
     ErrorRates,
@@ -26,10 +26,10 @@ from pipeline.evaluation.evaluate import (
     success,
     unscored_trials,
 )
-from pipeline.grpo.collect import RolloutBatch, Sample
 from pipeline.rollout.rewards import RewardFunction, RewardFunctions
 from pipeline.rollout.trajectory import EpisodeRecord, StopReason
-from pipeline.tracking.step_metrics import rollout_metrics
+from pipeline.training.collect import RolloutBatch, Sample
+from pipeline.training.step_metrics import rollout_metrics
 from scripts.proofs.grid import make_trajectory
 from scripts.proofs.ranks import play_ranks
 from tests.support.helpers import (

@@ -19,13 +19,13 @@ from pipeline.evaluation.transfer import (
     points_of,
     rate,
     resampled,
-    succeeded,
     summary,
     wilson,
     worse,
 )
+from pipeline.report.run_files import final_numbers
 from pipeline.report.write import final_table
-from pipeline.tracking.run_files import final_numbers
+from pipeline.rollout.trajectory import succeeded
 from tests.support.messages import refusal, says
 
 # A row for each point (before, after stages 1 to 3), a column for each of three domains.

@@ -12,8 +12,8 @@ from accelerate import Accelerator
 from pipeline.config.settings import Config
 from pipeline.distributed.ranks import Ranks
 from pipeline.evaluation.evaluate import KLProbe
-from pipeline.grpo.token_logprobs import TokenLogprobs
-from pipeline.grpo.updater import Updater
+from pipeline.training.token_logprobs import TokenLogprobs
+from pipeline.training.updater import Updater
 from scripts.proofs.grid import make_trajectory, small_model
 from tests.end_to_end.test_train import jsonl, metrics, results
 from tests.support.warm import play

@@ -6,7 +6,7 @@ import pytest
 
 from examples import telecom_chat
 from examples.telecom_chat import REQUESTS, WORDINGS, TelecomChatEnvironment, asked_for
-from pipeline.embedded import telecom
+from pipeline.environments.embedded import telecom
 from pipeline.environments.tools import call_tool
 
 

@@ -16,16 +16,16 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from pipeline.config.recipe import load_recipe
 from pipeline.config.settings import Config
 from pipeline.distributed.ranks import Ranks
-from pipeline.grpo.algorithm import grpo_loss
-from pipeline.grpo.learner import Learner
-from pipeline.grpo.micro_batches import make_micro_batches
-from pipeline.grpo.token_logprobs import TokenLogprobs
 from pipeline.models import lora
 from pipeline.models.loading import SHAPES
-from pipeline.preflight.memory import Memory
+from pipeline.models.memory import Memory
 from pipeline.rollout.rollout import RolloutRequest
-from pipeline.rollout.row_sampler import RowSampler
-from pipeline.rollout.sampler import make_sampler
+from pipeline.rollout.samplers.choice import make_sampler
+from pipeline.rollout.samplers.own import RowSampler
+from pipeline.training.grpo import grpo_loss
+from pipeline.training.learner import Learner
+from pipeline.training.micro_batches import make_micro_batches
+from pipeline.training.token_logprobs import TokenLogprobs
 from scripts.proofs.grid import make_trajectory
 from scripts.proofs.ranks import play_ranks
 from tests.support.fake_gpu import DEVICE, build_guard, fake_gpu

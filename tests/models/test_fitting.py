@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from pipeline.common.layout import is_toy
 from pipeline.config.cli import parse
-from pipeline.files.layout import is_toy
 from pipeline.models import fitting
 from pipeline.models.fitting import FULL, FULL_SMALL, LORA, LORA_SMALL, TOY, fitted, suitable_rates
 from pipeline.models.loading import SHAPES

@@ -25,12 +25,8 @@ from transformers import (
     OPTForCausalLM,
 )
 
+from pipeline.common.errors import UserError
 from pipeline.config.settings import ModelSettings
-from pipeline.errors import UserError
-from pipeline.grpo import token_logprobs
-from pipeline.grpo.micro_batches import make_micro_batches, micro_batch
-from pipeline.grpo.token_logprobs import TokenLogprobs
-from pipeline.grpo.updater import Reference
 from pipeline.models import lora
 from pipeline.models.layers import (
     PART,
@@ -42,9 +38,13 @@ from pipeline.models.layers import (
     use_fp32_logits,
     weight_of_logits,
 )
-from pipeline.rollout.row_sampler import RowSampler
+from pipeline.rollout.samplers.own import RowSampler
+from pipeline.training import token_logprobs
+from pipeline.training.micro_batches import make_micro_batches, micro_batch
+from pipeline.training.token_logprobs import TokenLogprobs
+from pipeline.training.updater import Reference
 from scripts.proofs.grid import make_episodes, small_model
-from tests.rollout.test_generate_sampler import play, recomputed
+from tests.rollout.samplers.test_generate import play, recomputed
 
 # Layers computed again in the backward pass
 

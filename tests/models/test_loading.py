@@ -9,17 +9,17 @@ from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_toke
 from transformers import MistralConfig, MistralForCausalLM
 
 from pipeline.checkpoints.resume import load_start
+from pipeline.common import children
+from pipeline.common.errors import UserError
 from pipeline.config.settings import Config, ModelSettings
 from pipeline.data.rng import stream_key, uniforms
-from pipeline.distributed import children
-from pipeline.errors import UserError
 from pipeline.models import loading
 from pipeline.models.capabilities import unserved
 from pipeline.models.loading import empty_model, load_folder, load_model, load_tokenizer
 from pipeline.models.tiny import tiny_model
-from pipeline.rollout.row_sampler import RowSampler
+from pipeline.rollout.samplers.own import RowSampler
 from scripts.proofs.grid import make_trajectory, small_model
-from tests.rollout.test_generate_sampler import play, recomputed
+from tests.rollout.samplers.test_generate import play, recomputed
 from tests.support.helpers import tokenizer
 
 END = 0  # the end of turn of the small models

@@ -37,15 +37,15 @@ from transformers import (
 from pipeline.checkpoints import checkpoint
 from pipeline.checkpoints.checkpoint import TrainState
 from pipeline.checkpoints.run_folder import read_state
+from pipeline.common import children
+from pipeline.common.errors import UserError
 from pipeline.config.settings import ModelSettings
-from pipeline.distributed import children
-from pipeline.errors import UserError
 from pipeline.models import lora
 from pipeline.models.loading import load_folder, load_model
 from pipeline.models.sampling_copy import trained_weights
-from pipeline.rollout.row_sampler import RowSampler
+from pipeline.rollout.samplers.own import RowSampler
 from scripts.proofs.grid import small_model
-from tests.rollout.test_generate_sampler import play, recomputed
+from tests.rollout.samplers.test_generate import play, recomputed
 from tests.support.helpers import tokenizer
 from tests.support.messages import says
 from tests.support.trial import trial

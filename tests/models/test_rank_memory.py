@@ -8,7 +8,6 @@ import torch
 
 from pipeline.config.recipe import load_recipe
 from pipeline.config.settings import Config
-from pipeline.grpo.micro_batches import make_micro_batches
 from pipeline.models.loading import empty_model
 from pipeline.models.rank_memory import (
     LARGE,
@@ -20,6 +19,7 @@ from pipeline.models.rank_memory import (
     token_budget,
 )
 from pipeline.models.tiny import tiny_model
+from pipeline.training.micro_batches import make_micro_batches
 from scripts.proofs.grid import make_trajectory
 from scripts.proofs.ranks import play_ranks
 from tests.support.helpers import tokenizer

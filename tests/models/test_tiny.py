@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from pipeline.config.settings import DEFAULT_DOMAINS
-from pipeline.embedded.cases import IDS
 from pipeline.environments.domains import Domain
+from pipeline.environments.embedded.cases import IDS
 from pipeline.environments.experts import run_expert
 from pipeline.models.tiny import tiny_model, tiny_tokenizer
 from tests.support.helpers import DOMAINS, Desk, embedded, environments_of, module_of, tokenizer

@@ -10,17 +10,18 @@ import pytest
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
-from pipeline.chat.fitting import held_clock
 from pipeline.checkpoints.checkpoint import TrainState, save
 from pipeline.checkpoints.run_folder import begin, check_folder, folder_of, open_folder
 from pipeline.config.recipe import load_recipe
 from pipeline.config.settings import Config, ModelSettings
 from pipeline.models import lora
+from pipeline.models.chat.fitting import held_clock
+from pipeline.models.memory import GIB, Memory, memory_of_a_rank
 from pipeline.models.tiny import CHAT_TEMPLATE, tiny_model, tiny_tokenizer
 from pipeline.preflight import check
 from pipeline.preflight.check import check_and_prepare
-from pipeline.preflight.memory import GIB, Memory, memory_of_a_rank
-from pipeline.preflight.prepare import hashes_of_modules, hashes_of_tokenizer, prepare
+from pipeline.preflight.made_of import hashes_of_modules, hashes_of_tokenizer
+from pipeline.preflight.parts import prepare
 from tests.support import ROOT
 from tests.support.helpers import tokenizer
 from tests.support.messages import refusal, says
@@ -313,10 +314,10 @@ def test_as_many_episodes_play_at_once_as_fit(monkeypatch, capsys):
     large = config(rollout={"max_tokens": 4096, "max_concurrent_episodes": 100})
     large = large.changed("grpo", use_grpo=False).changed("evaluation", eval_trials=8)
     need = Memory(large).need()  # 3 domains x 6 tasks x 8 trials are more than 100 episodes
-    monkeypatch.setattr("pipeline.preflight.memory.memory_of_a_rank", lambda _: need)
+    monkeypatch.setattr("pipeline.models.memory.memory_of_a_rank", lambda _: need)
     assert check_and_prepare(large).episodes_at_once == 100
     enough = Memory(large.changed("rollout", max_concurrent_episodes=40)).need()
-    monkeypatch.setattr("pipeline.preflight.memory.memory_of_a_rank", lambda _: enough)
+    monkeypatch.setattr("pipeline.models.memory.memory_of_a_rank", lambda _: enough)
     assert check_and_prepare(large).episodes_at_once == 40
     said = capsys.readouterr().out  # with a note on the tasks of so small a run
     assert said.count("at once") == 1

@@ -5,8 +5,8 @@ import re
 import pytest
 import torch
 
+from pipeline.common.errors import UserError
 from pipeline.config.cli import parse
-from pipeline.errors import UserError
 from pipeline.preflight import check, measure
 from tests.support.messages import says
 

@@ -14,15 +14,15 @@ from pipeline.config.rules import left_out
 from pipeline.config.settings import Config
 from pipeline.distributed.ranks import Ranks
 from pipeline.distributed.sharding import local, shard_model
-from pipeline.grpo.token_logprobs import TokenLogprobs
-from pipeline.grpo.updater import Updater
 from pipeline.models.layers import outer_layers
+from pipeline.models.memory import Memory
 from pipeline.models.tiny import tiny_model
 from pipeline.preflight import check, plan
-from pipeline.preflight.memory import Memory
+from pipeline.training.token_logprobs import TokenLogprobs
+from pipeline.training.updater import Updater
 from scripts.proofs.grid import make_episodes
 from scripts.proofs.ranks import play_ranks
-from tests.preflight.test_memory import storages
+from tests.models.test_memory import storages
 from tests.support.helpers import tokenizer
 from tests.support.messages import refusal, says
 
@@ -110,7 +110,7 @@ def mixture(**shape):
     ("shape", "active"), [({}, 3_353_032_704), ({"num_experts_per_tok": 128}, 30_532_122_624)]
 )
 def test_only_the_experts_that_a_token_uses_compute(shape, active, monkeypatch):
-    monkeypatch.setattr("pipeline.preflight.memory.empty_model", lambda *_: mixture(**shape))
+    monkeypatch.setattr("pipeline.models.memory.empty_model", lambda *_: mixture(**shape))
     there = memory(2, "none")
     there.prompts = {"airline": 20}
     assert plan.flops(there, 2) == (2 * 4 * 96 * 6 + 2 * (4 * 76 + 20) * 2) * active

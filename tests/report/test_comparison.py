@@ -5,12 +5,12 @@ import shutil
 import pytest
 
 from pipeline.commands.main import main as command
+from pipeline.common.errors import UserError
 from pipeline.config.recipe import load_recipe
-from pipeline.errors import UserError
 from pipeline.evaluation.transfer import differences, summary
-from pipeline.plots.drawing import draw, shown
-from pipeline.plots.pictures import curves, pareto
 from pipeline.report import comparison
+from pipeline.report.plots.drawing import draw, shown
+from pipeline.report.plots.pictures import curves, pareto
 from pipeline.report.write import main, render, rich
 from tests.support.report_runs import THREE, edited, make_run, matplotlib_home  # noqa: F401
 

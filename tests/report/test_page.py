@@ -9,11 +9,11 @@ from collections import Counter
 import pytest
 from tokenizers import Tokenizer, decoders, models
 
-from pipeline.plots import pictures
-from pipeline.plots.drawing import shown
+from pipeline.report.plots import pictures
+from pipeline.report.plots.drawing import shown
 from pipeline.report.reader_data import choose, read_episodes, token_texts_of
+from pipeline.report.run_files import load_run
 from pipeline.report.write import rich, sections_of, table, write_report
-from pipeline.tracking.run_files import load_run
 from tests.support.browser import Page
 from tests.support.report_runs import (  # noqa: F401
     THREE,

@@ -6,13 +6,13 @@ import re
 import pytest
 
 from pipeline.commands.main import main as command
-from pipeline.errors import UserError
+from pipeline.common.errors import UserError
 from pipeline.evaluation.transfer import summary
-from pipeline.plots import pictures
-from pipeline.plots.drawing import shown
+from pipeline.report.plots import pictures
+from pipeline.report.plots.drawing import shown
+from pipeline.report.run_files import is_finished, load_run
 from pipeline.report.tables import data_of
 from pipeline.report.write import final_table, main, render, write_comparison, write_report
-from pipeline.tracking.run_files import is_finished, load_run
 from tests.support.messages import refusal, says
 from tests.support.report_runs import (  # noqa: F401
     THREE,
@@ -43,7 +43,7 @@ def markdown_of(folder):
 @pytest.fixture
 def without_pictures(monkeypatch):
     """Reports whose pictures are not drawn: of the tests that read the words alone."""
-    monkeypatch.setattr("pipeline.plots.pictures.OF_RUN", {})
+    monkeypatch.setattr("pipeline.report.plots.pictures.OF_RUN", {})
 
 
 def test_the_report_of_a_sequential_run(sequential):

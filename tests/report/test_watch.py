@@ -20,17 +20,17 @@ from urllib.request import Request, urlopen
 import pytest
 
 from pipeline.commands.main import main as command
-from pipeline.errors import UserError
-from pipeline.files import console
-from pipeline.files.layout import METRICS, RANKS, TIMINGS, WARNINGS
-from pipeline.files.untrusted import parse_json
-from pipeline.plots import pictures
+from pipeline.common import console
+from pipeline.common.errors import UserError
+from pipeline.common.layout import METRICS, RANKS, TIMINGS, WARNINGS
+from pipeline.common.untrusted import parse_json
 from pipeline.report import server as pages
 from pipeline.report import status
+from pipeline.report.plots import pictures
+from pipeline.report.run_files import load_run
 from pipeline.report.server import Page as ServedPage
 from pipeline.report.server import server_of
 from pipeline.report.watch import LivePage, page_beside
-from pipeline.tracking.run_files import load_run
 from tests.support.browser import Page
 from tests.support.report_runs import (  # noqa: F401
     THREE,

@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 import torch
 
+from pipeline.common.errors import UserError
 from pipeline.config.settings import Config, RolloutSettings
 from pipeline.environments import load_domains
 from pipeline.environments.discovery import environment_of
 from pipeline.environments.domains import generated
 from pipeline.environments.faults import Outage
-from pipeline.errors import UserError
 from pipeline.rollout.own_loop import EpisodeOver
 from pipeline.rollout.rewards import RewardFunction, RewardFunctions
 from pipeline.rollout.rollout import Rollout, RolloutRequest, SamplerPolicy

@@ -7,18 +7,18 @@ import json
 import pytest
 import torch
 
-from pipeline.chat.template import Chat
+from pipeline.common.errors import UserError
 from pipeline.config.settings import ModelSettings, RolloutSettings
 from pipeline.data.rng import stream_key
 from pipeline.environments.experts import run_expert
 from pipeline.environments.tools import tool_schemas
-from pipeline.errors import UserError
 from pipeline.models.capabilities import other_stops
+from pipeline.models.chat.template import Chat
 from pipeline.models.loading import load_folder, load_model, load_tokenizer
 from pipeline.models.tiny import tiny_model, tiny_tokenizer
 from pipeline.rollout.rollout import RolloutRequest
-from pipeline.rollout.row_sampler import RowSampler
-from pipeline.rollout.sampler import make_sampler
+from pipeline.rollout.samplers.choice import make_sampler
+from pipeline.rollout.samplers.own import RowSampler
 from pipeline.rollout.trajectory import StopReason
 from scripts.proofs.runs import ForcedSampler
 from tests.support.helpers import (

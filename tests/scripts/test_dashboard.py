@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from pipeline.files.durable import read_records
+from pipeline.common.durable import read_records
+from pipeline.report.run_files import episode_rows, final_numbers
+from pipeline.report.wandb import numbers, rows_of
 from pipeline.rollout.trajectory import StopReason
-from pipeline.tracking.run_files import episode_rows, final_numbers
-from pipeline.tracking.wandb import numbers, rows_of
 from scripts import wandb_dashboard
 from tests.support import ROOT
 from tests.support.warm import play

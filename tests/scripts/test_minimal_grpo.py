@@ -8,8 +8,8 @@ from accelerate import Accelerator
 
 from pipeline.config.settings import Config
 from pipeline.distributed.ranks import Ranks
-from pipeline.grpo.token_logprobs import TokenLogprobs
-from pipeline.grpo.updater import Updater
+from pipeline.training.token_logprobs import TokenLogprobs
+from pipeline.training.updater import Updater
 from scripts import minimal_grpo
 from scripts.proofs.grid import make_episodes, small_model
 from scripts.proofs.ranks import play_ranks

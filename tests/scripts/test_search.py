@@ -9,8 +9,8 @@ import pytest
 import yaml
 from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
 
+from pipeline.common.errors import UserError
 from pipeline.config.cli import parse
-from pipeline.errors import UserError
 from scripts import optuna_study
 from tests.support import ROOT
 from tests.support.warm_process import warm_subprocess

@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from pipeline.grpo import prefix_tree
+from pipeline.training import prefix_tree
 
 # Autograd asks each device's guard for streams. PyTorch for CPUs has no guard for CUDA.
 GUARD = """

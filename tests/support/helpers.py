@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pipeline.chat.template import Chat
 from pipeline.config.settings import EMBEDDED_DOMAINS, Config
 from pipeline.data.tasks import Message, Task
 from pipeline.environments import Domain, load_domains
+from pipeline.models.chat.template import Chat
 from pipeline.models.sampling_copy import Weights
 from pipeline.models.tiny import tiny_tokenizer
 from pipeline.rollout.rollout import Rollout, SamplerPolicy
@@ -201,7 +201,7 @@ class ScriptedSampler:
 
 def start_unwatched(config: Any, **hooks: Any) -> "Run":
     """A run on this rank as `pipeline.train.main` starts it, without its watchdog's thread."""
-    from pipeline.connect import connect
+    from pipeline.distributed.connect import connect
     from pipeline.distributed.watchdog import Watchdog
     from pipeline.models.fitting import fitted
     from pipeline.run_state import open_run

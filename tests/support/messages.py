@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.errors import UserError
+from pipeline.common.errors import UserError
 
 
 def refusal(call: Callable[..., Any], *arguments: Any) -> str:

@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from pipeline.config.settings import Config
-from pipeline.embedded.cases import PARTS
+from pipeline.environments.embedded.cases import PARTS
 
 THREE = ("airline", "retail", "telecom")
 

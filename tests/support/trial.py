@@ -5,11 +5,11 @@ from accelerate import Accelerator
 
 from pipeline.config.cli import parse
 from pipeline.distributed.ranks import Ranks
-from pipeline.grpo.agreement import refuse_disagreement
-from pipeline.grpo.token_logprobs import TokenLogprobs
 from pipeline.models import lora
 from pipeline.models.layers import fix_rotary
-from pipeline.rollout.sampler import make_sampler
+from pipeline.rollout.samplers.choice import make_sampler
+from pipeline.training.agreement import refuse_disagreement
+from pipeline.training.token_logprobs import TokenLogprobs
 from tests.support.helpers import chat
 
 

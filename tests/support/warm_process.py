@@ -16,7 +16,8 @@ from types import SimpleNamespace
 from typing import IO, Any
 
 from pipeline import train
-from pipeline.distributed import children, launch
+from pipeline.common import children
+from pipeline.distributed import launch
 from scripts.proofs import ranks
 
 END_S = 20  # for the ranks beside one that failed to end by themselves

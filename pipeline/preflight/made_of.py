@@ -1,0 +1,123 @@
+"""Hashes of all that a run is made of: tasks, demonstrations, code of the user's, tokenizer."""
+
+import json
+import os
+import sys
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from dataclasses import astuple
+from hashlib import sha256
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from pipeline.checkpoints.run_folder import TEMPLATE, hash_of
+from pipeline.config.settings import Config
+from pipeline.data.tasks import HELD_OUT, MODULE, Task
+from pipeline.environments.task_sets import TaskSets
+from pipeline.models.chat.fitting import without_clock
+
+# Attributes of a tokenizer that are not in its tokenizer.json.
+RULES = ("clean_up_tokenization_spaces", "split_special_tokens", "response_template")
+# The file that a process was started by, which differs with the number of ranks.
+STARTED = ("__main__", "__mp_main__")
+
+
+def made_of(
+    config: Config, sets: Mapping[str, TaskSets], graded: Mapping[tuple[str, str], Iterable[Task]]
+) -> dict[str, str]:
+    """Return the SHA-256 of each thing that a run is made of, by its name.
+
+    `graded` has the training tasks of curricula with difficulties, by domain and difficulty. Of
+    code, the files of modules that settings name count, and of the modules beside them that they
+    import: not this package, and not installed ones.
+    """
+    found = {}
+    for name, of in sets.items():
+        found[f"training tasks of {name}"] = _hash_of_tasks(of.train)
+        found[f"validation tasks of {name}"] = _hash_of_tasks(of.validation)
+        found[HELD_OUT + name] = _hash_of_tasks(of.held_out)
+    for (name, difficulty), tasks in graded.items():
+        found[f"training tasks of {name} ({difficulty})"] = _hash_of_tasks(tasks)
+    for name, path in config.data.demonstrations.items():
+        found[f"demonstrations of {name}"] = _hash_of_files(Path(path))
+    return found | hashes_of_modules(config)
+
+
+def hashes_of_modules(config: Config, known: Iterable[str] = ()) -> dict[str, str]:
+    """Return the hash of each module of the user's that has been imported, by a name for it.
+
+    Modules under the names `known`, which a run has imported late, count before they are imported.
+    """
+    found = dict[str, str]()
+    factories = (of.factory for of in config.factories.values())
+    for target in (*factories, *config.data.reward_funcs):
+        found |= _hashes_of_modules(target.partition(":")[0])
+    for name in set(known) - {MODULE + started for started in STARTED}:
+        with suppress(Exception):  # whatever a package of the user's raises, as its import will
+            spec = find_spec(name.removeprefix(MODULE)) if name not in found else None
+            if spec is not None and spec.origin is not None and os.path.isfile(spec.origin):
+                found[name] = hash_of(Path(spec.origin))
+    return found
+
+
+def hashes_of_tokenizer(tokenizer: Any) -> dict[str, str]:
+    """Return the SHA-256 of all that decides what ids a text has, and what text ids have."""
+    words = sorted(tokenizer.get_vocab().items())
+    template = without_clock(tokenizer.chat_template)  # earlier versions held no clock
+    parts = [words, tokenizer.special_tokens_map, template]
+    rules = [tokenizer.all_special_ids, *(getattr(tokenizer, name, None) for name in RULES)]
+    if backend := getattr(tokenizer, "backend_tokenizer", None):
+        # Calls of the tokenizer change its padding and truncation.
+        rules.append(json.loads(backend.to_str()) | dict.fromkeys(("padding", "truncation")))
+    return {
+        TEMPLATE: _hash_of([json.dumps(parts, sort_keys=True, default=str)]),
+        "rules of the tokenizer": _hash_of([json.dumps(rules, sort_keys=True, default=str)]),
+    }
+
+
+def _hashes_of_modules(named: str) -> dict[str, str]:
+    """Return the hash of a module's file, and of the imported files beside its package, and below.
+
+    Of an installed package, only its own files count.
+    """
+    files = {
+        name: file
+        for name, module in [*sys.modules.items()]
+        if (file := getattr(module, "__file__", None))
+        and name.partition(".")[0] not in (__name__.partition(".")[0], *STARTED)
+    }
+    if named not in files:
+        return {}
+    own = Path(files[named])
+    folder = own.parents[named.count(".") + (own.name == "__init__.py")]  # it was imported from
+    if folder.name == "site-packages":
+        folder /= named.partition(".")[0]
+    inside = os.path.join(folder, "")
+    # Of thousands of modules few lie there, so paths are compared as text.
+    beside = {
+        name: Path(file)
+        for name, file in files.items()
+        if name == named
+        or (
+            file.startswith(inside)
+            and "site-packages" not in file.removeprefix(inside).split(os.sep)
+        )
+    }
+    return {f"{MODULE}{name}": hash_of(file) for name, file in beside.items() if file.is_file()}
+
+
+def _hash_of_tasks(tasks: Iterable[Task]) -> str:
+    return _hash_of(json.dumps(astuple(task), sort_keys=True) for task in tasks)
+
+
+def _hash_of_files(top: Path) -> str:
+    files = [top] if top.is_file() else filter(Path.is_file, sorted(top.rglob("*")))
+    return _hash_of(f"{file.relative_to(top).as_posix()} {hash_of(file)} " for file in files)
+
+
+def _hash_of(texts: Iterable[str]) -> str:
+    digest = sha256()
+    for text in texts:
+        digest.update(text.encode())
+    return digest.hexdigest()

@@ -1,0 +1,236 @@
+"""The metrics files of a run, and the trackers that get the same numbers.
+
+`metrics.jsonl` holds the numbers that the seed determines; `timings.jsonl` holds times, memory and
+hosts. A resumed run sends each tracker the lines that the tracker lacks. This module does not
+import torch, and imports the package of a tracker only if the settings name the tracker.
+"""
+
+import importlib
+import importlib.util
+import json
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from textwrap import indent
+from typing import Any
+
+from pipeline.common.console import say
+from pipeline.common.durable import LinesFile, finite, sync
+from pipeline.common.errors import UserError
+from pipeline.common.layout import METRICS, TIMINGS
+from pipeline.common.untrusted import masked_tree, reason_of
+from pipeline.config.settings import Config
+from pipeline.report import wandb as feed
+from pipeline.report.run_files import COLUMNS, read_metrics
+from pipeline.report.wandb import Line, WandbFeed, completions_of, numbers
+
+TRACKIO_ID = Path("trackio", "run-id")  # path in the run folder
+
+
+class TensorBoard:
+    """TensorBoard in the run folder; `metrics` and `timings` are the lines already in the files."""
+
+    name = "TensorBoard"
+    advice = ""
+    _tracker: Any
+
+    def __init__(
+        self, folder: Path, config: Config, metrics: Sequence[Line], timings: Sequence[Line]
+    ) -> None:
+        # TensorBoard hides the points of `purge_step` and later steps, so send the last step again.
+        last = max((line["step"] for line in metrics), default=0)
+        self._folder = folder
+        self._config = config
+        self._start(config, metrics, last)
+        for line in (*metrics, *timings):
+            if line["step"] >= self._first:
+                self.metrics(line)
+
+    def _start(self, config: Config, metrics: Sequence[Line], last: int) -> None:
+        """Start, and set the first step whose lines are sent again."""
+        from accelerate.tracking import TensorBoardTracker  # the class needs an Accelerator
+
+        self._first = last
+        self._tracker = TensorBoardTracker("tensorboard", self._folder, purge_step=last)
+        self._tracker.start()
+
+    def metrics(self, line: Line) -> None:
+        rows = completions_of(line, self._folder, self._config)
+        table = {"completions": self._table(rows)} if rows else {}
+        self._log(line["step"], numbers(line) | table)
+
+    timings = metrics
+
+    def close(self, failed: bool, results: Path | None) -> None:
+        self._tracker.finish()
+
+    def _table(self, rows: Sequence[list[Any]]) -> Any:
+        """Return a text: a heading and the conversation of each episode."""
+        return "\n\n".join(
+            f"**{', '.join(f'{name} {cell}' for name, cell in zip(COLUMNS, cells, strict=False))}**"
+            f"\n\n{indent(conversation, 4 * ' ', lambda _: True)}"
+            for *cells, conversation in rows
+        )
+
+    def _log(self, step: int, values: Mapping[str, Any]) -> None:
+        self._tracker.log(values, step=step)
+
+
+class Trackio(TensorBoard):
+    """A run in trackio, which keeps it on this machine unless TRACKIO_SPACE_ID names a Space.
+
+    The numbers and tables that the run lacks are sent.
+    """
+
+    name = "trackio"
+
+    def _start(self, config: Config, metrics: Sequence[Line], last: int) -> None:
+        from accelerate.tracking import TrackioTracker
+
+        self._first = 0
+        known = feed.known_id(self._folder, TRACKIO_ID)
+        self._tracker = TrackioTracker(
+            config.tracking.project,
+            name=config.tracking.run_name or self._folder.resolve().name,
+            resume="allow" if metrics and not known else "never",
+            config=masked_tree(config.model_dump(mode="json")),
+        )
+        self._tracker.start()
+        storage: Any = importlib.import_module("trackio.sqlite_storage").SQLiteStorage
+        run = self._tracker.run
+        # By itself, trackio goes on in the newest run of this name, which another folder may have.
+        run.id = known or run.id
+        feed.keep_id(self._folder, TRACKIO_ID, run.id)
+        logs = storage.get_logs(config.tracking.project, run_id=run.id) if metrics else []
+        # Of a resumed run, also what was sent after the checkpoint, and is now made again.
+        self._known = {(log["step"], name) for log in logs for name in log}
+
+    def _table(self, rows: Sequence[list[Any]]) -> Any:
+        return importlib.import_module("trackio").Table(columns=[*COLUMNS], data=rows)
+
+    def _log(self, step: int, values: Mapping[str, Any]) -> None:
+        new = {name: value for name, value in values.items() if (step, name) not in self._known}
+        if new:
+            super()._log(step, new)
+
+
+def check_trackers(config: Config, by_import: bool = True) -> None:
+    """Raise UserError if a tracker's package is missing or, `by_import`, cannot be imported."""
+    for package in config.tracking.report_to:
+        why = "is not installed" if importlib.util.find_spec(package) is None else ""
+        if not why and by_import and _is_fed(package):
+            try:
+                importlib.import_module(package)
+            except Exception as error:  # whatever a broken package raises
+                why = f"cannot be imported ({reason_of(error)})"
+        if why:
+            remedy = f"pip install {package}, or report to none"
+            raise UserError(f"report_to: got {package}, which {why}; {remedy}")
+
+
+def _is_fed(package: str) -> bool:
+    """Return whether a tracker gets the numbers: W&B needs a key, or a mode."""
+    return package != "wandb" or feed.is_wanted()
+
+
+TRACKERS = {"wandb": WandbFeed, "tensorboard": TensorBoard, "trackio": Trackio}
+
+
+class RunLog(AbstractContextManager["RunLog"]):
+    """The metrics files of a run folder and the trackers; only rank 0 writes.
+
+    Every line has `kind`, `stage` and `step`; `step` counts GRPO optimizer steps. Every rank makes
+    a RunLog after making the Accelerator. A resumed run passes the checkpoint's `state_dict()` as
+    `state`, and the files are cut to the sizes in `state`. Without `state`, the files start empty.
+    Raises OSError if a file cannot be written. Raises UserError if a tracker's package cannot be
+    imported, or if W&B cannot start a fresh run. A tracker that fails during the run gets no more
+    lines.
+    """
+
+    def __init__(
+        self, folder: Path, config: Config, *, is_main: bool, state: Line | None = None
+    ) -> None:
+        self._folder = folder
+        self.results: Path | None = None  # the folder whose results `close` sends to the trackers
+        self._files = dict[str, LinesFile]()
+        self._trackers: list[TensorBoard | WandbFeed] = []
+        check_trackers(config, by_import=is_main)
+        if not is_main:
+            return
+        folder.mkdir(parents=True, exist_ok=True)
+        sizes = (state or {}).get("sizes", {})
+        self._files = {n: LinesFile(folder / n, sizes.get(n, 0)) for n in (METRICS, TIMINGS)}
+        sync(folder)
+        if state is None:
+            for file in (feed.ID_FILE, TRACKIO_ID):
+                (folder / file).unlink(missing_ok=True)
+        for package in config.tracking.report_to:
+            if not _is_fed(package):
+                say(
+                    "W&B: no API key, so nothing is sent; after `wandb login` or with "
+                    f"WANDB_API_KEY, bash scripts/wandb_sync.sh {folder} sends this run"
+                )
+                continue
+            tracker = TRACKERS[package]
+            try:
+                self._trackers.append(tracker(folder, config, *read_metrics(folder)))
+            except Exception as error:
+                if state is not None:
+                    _warn(tracker, error)
+                    continue
+                if isinstance(error, UserError):
+                    raise
+                why = f"cannot start ({type(error).__name__}: {reason_of(error)})"
+                remedy = "mend that, or report to none"
+                raise UserError(f"report_to: {tracker.name} {why}; {remedy}") from None
+
+    def metrics(self, line: Line) -> None:
+        """Append a line of numbers that the seed determines.
+
+        The transcripts of its step are in the run folder by now, on all ranks.
+        """
+        self._write(METRICS, line)
+
+    def timings(self, line: Line) -> None:
+        """Append a line of times, memory or hosts, with the current time as `time`."""
+        self._write(TIMINGS, {**line, "time": time.time()})
+
+    def state_dict(self) -> dict[str, Any]:
+        """Write the files to the disk; returns the sizes of the files."""
+        for file in self._files.values():
+            file.sync()
+        return {"sizes": {name: file.size for name, file in self._files.items()}}
+
+    def close(self, failed: bool = False) -> None:
+        """Finish the trackers and close the files; a second call does nothing."""
+        self._feed("close", failed, self.results)
+        self._trackers = []
+        for file in self._files.values():
+            file.close()
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self.close(failed=kind is not None)
+
+    def _write(self, name: str, line: Line) -> None:
+        if name in self._files:
+            assert "step" in line, f"{name}: a line without a step: {dict(line)}"
+            clean = finite(line)
+            self._files[name].append(json.dumps(clean, allow_nan=False))
+            self._feed(name.removesuffix(".jsonl"), clean)
+
+    def _feed(self, method: str, *arguments: object) -> None:
+        for tracker in list(self._trackers):
+            try:
+                getattr(tracker, method)(*arguments)
+            except Exception as error:
+                self._trackers.remove(tracker)
+                _warn(tracker, error)
+
+
+def _warn(tracker: Any, error: Exception) -> None:
+    kind = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
+    say(
+        f"warning: {tracker.name}: {kind}{reason_of(error)}; the run goes on, the files are whole"
+        f"{tracker.advice}"
+    )

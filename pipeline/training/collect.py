@@ -1,0 +1,206 @@
+"""Collect the groups of episodes of a training step, and compute their advantages.
+
+All rewards of a zero-std group are equal, so all advantages of the group are 0. With
+`dynamic_sampling` (DAPO, Yu et al. 2025, arXiv 2503.14476, section 3.2), a step does not train on
+zero-std groups, but replaces zero-std groups by new groups in at most `max_resample_times` rounds.
+This pipeline replaces a group by a group of the same domain (and of the same task family, if
+families have shares), so that each domain keeps its share of the groups; DAPO samples whole batches
+of new tasks. A step never trains on more than `tasks_per_step` groups.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from pipeline.config.settings import Config
+from pipeline.data.curriculum import Stage, replacement_tasks, tasks_of_step
+from pipeline.data.rng import permutation, stream_key
+from pipeline.data.tasks import Source, Task
+from pipeline.distributed.ranks import Ranks
+from pipeline.rollout.rollout import Progress, Rollout, RolloutRequest
+from pipeline.rollout.trajectory import StopReason, Trajectory
+from pipeline.training.grpo import group_advantages, in_baseline, zero_std_groups
+
+
+@dataclass(kw_only=True)
+class Sample:
+    """An episode of a step, and what the update makes of it."""
+
+    trajectory: Trajectory
+    index: int  # among the episodes of all ranks
+    kept: bool  # whether the step may train on the episode
+    reward: float = 0.0  # the reward that trains: the episode's own, or a permuted one
+    advantage: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutBatch:
+    """This rank's episodes of a step, group by group.
+
+    The groups of a step have an order: first the groups of the tasks of the stage, then the groups
+    of each round of replacements. In this order, a rank collects every `num_ranks`-th group.
+    """
+
+    samples: list[Sample]
+    num_first: int  # number of this rank's episodes before the first round of replacements
+    rounds: list[int]  # [number of the stage's tasks, number of groups in round 1, ...]
+
+    @property
+    def trajectories(self) -> list[Trajectory]:
+        return [sample.trajectory for sample in self.samples]
+
+    @property
+    def first(self) -> list[Trajectory]:
+        return self.trajectories[: self.num_first]
+
+
+def collect_rollouts(
+    rollout: Rollout,
+    ranks: Ranks,
+    config: Config,
+    stage: Stage,
+    step: int,
+    sources: Mapping[str, Source],
+) -> RolloutBatch:
+    """Collect this rank's groups of a step; `step` is the number of steps before this step.
+
+    All ranks find the same zero-std groups and choose the same replacement tasks. The groups
+    and the tasks do not depend on the number of ranks, and are the same after a resume.
+    """
+    settings = config.grpo
+    seed = config.run.seed
+    size = config.rollout.num_generations
+    tasks: list[Task] = []
+    zero_std: list[bool] = []  # True for each zero-std group; empty without `dynamic_sampling`
+    trajectories: list[Trajectory] = []
+    rounds: list[int] = []
+    new = tasks_of_step(stage, step, sources, seed)
+    while new:
+        groups = range(len(tasks), len(tasks) + len(new))
+        tasks += new
+        rounds.append(len(new))
+        mine = [group for group in ranks.shard(len(tasks)) if group in groups]
+        own = [tasks[group] for group in mine]
+        with ranks.phase("sample", stage.name, step + 1):
+            rollouts = play_groups(rollout, ranks, own, size, seed, "rollout", stage.name, step)
+        trajectories += rollouts
+        if not settings.dynamic_sampling:
+            break
+        rewards = torch.tensor([t.reward for t in rollouts], dtype=torch.float64)
+        found = zero_std_groups(rewards, size, ~left_out(rollouts))[::size].tolist()
+        flags = dict(zip(mine, found, strict=True))
+        sums = ranks.sum([float(flags.get(group, False)) for group in groups])
+        zero_std += [flag > 0 for flag in sums]
+        if len(rounds) > settings.max_resample_times:
+            break
+        replaced = [tasks[group] for group in groups if zero_std[group]]
+        used = {task.key for task in tasks}
+        new = replacement_tasks(
+            replaced, used, sources, seed, "replacements", stage.name, step, len(rounds)
+        )
+    group_of = [group for group in ranks.shard(len(tasks)) for _ in range(size)]
+    counted = in_baseline(left_out(trajectories), size).tolist()
+    return RolloutBatch(
+        samples=[
+            Sample(
+                trajectory=trajectory,
+                index=group * size + i % size,
+                kept=is_counted and not (zero_std and zero_std[group]),
+            )
+            for i, (trajectory, group, is_counted) in enumerate(
+                zip(trajectories, group_of, counted, strict=True)
+            )
+        ],
+        num_first=sum(group < rounds[0] for group in group_of),
+        rounds=rounds,
+    )
+
+
+def play_groups(
+    rollout: Rollout,
+    ranks: Ranks,
+    tasks: Sequence[Task],
+    size: int,
+    *stream: int | str,
+    progress: Progress | None = None,
+) -> list[Trajectory]:
+    """Return `size` episodes of each of this rank's `tasks`, task by task.
+
+    Every rank must call this function. `stream` names the streams of random numbers. Raises
+    Interrupted if a signal stops the run.
+    """
+    requests = [
+        RolloutRequest(task=task, trial=k, key=stream_key(*stream, *task.key, k))
+        for task in tasks
+        for k in range(size)
+    ]
+    trajectories = no_gain_by_failing(rollout(requests, progress=progress), size)
+    ranks.agree("end of rollouts")
+    return trajectories
+
+
+def left_out(trajectories: Sequence[Trajectory]) -> torch.Tensor:
+    """Return True for each episode that training leaves out because the environment failed."""
+    return torch.tensor([bool(t.left_out) for t in trajectories], dtype=torch.bool)
+
+
+def no_gain_by_failing(trajectories: Sequence[Trajectory], size: int) -> list[Trajectory]:
+    """Lower the reward of each episode in which the policy may have made the environment fail.
+
+    The lowered reward is the minimum of 0 and the lowest reward in the group of `size` episodes.
+    The policy must gain nothing by making an environment fail.
+    """
+    changed = list(trajectories)
+    for i, t in enumerate(trajectories):
+        if t.stop_reason is StopReason.ENVIRONMENT_ERROR and not t.left_out:
+            group = trajectories[i - i % size :][:size]
+            least = min(sibling.reward for sibling in group if not sibling.left_out)
+            changed[i] = replace(t, reward=min(0.0, least))
+    return changed
+
+
+def give_advantages(batch: RolloutBatch, ranks: Ranks, config: Config, step: int) -> None:
+    """Set reward and advantage of each sample, and whether the update uses it (`kept`).
+
+    Every rank must call this function.
+    """
+    _give_rewards(batch.samples, ranks, config, step)
+    settings = config.grpo
+    size = config.rollout.num_generations
+    rewards = torch.tensor([sample.reward for sample in batch.samples], dtype=torch.float64)
+    batch_std = None
+    if settings.scale_rewards == "batch":
+        # The sum of sorted rewards has the same rounding errors for any number of ranks.
+        everyone = sorted(_kept_rewards(batch.samples, ranks, "rewards").values())
+        batch_std = float(torch.tensor(everyone, dtype=torch.float64).std()) if everyone else 0.0
+    counted = in_baseline(left_out(batch.trajectories), size)
+    advantages = group_advantages(rewards, size, settings.scale_rewards, batch_std, counted)
+    kept = counted
+    if settings.drop_zero_std_groups:
+        kept = counted & ~zero_std_groups(rewards, size, counted)
+    for sample, advantage, is_kept in zip(batch.samples, advantages, kept, strict=True):
+        scale = settings.domain_advantage_scale.get(sample.trajectory.domain, 1.0)
+        sample.advantage = float(advantage) * scale
+        sample.kept = bool(is_kept)
+
+
+def _give_rewards(samples: Sequence[Sample], ranks: Ranks, config: Config, step: int) -> None:
+    """Give each sample its reward; `permute_rewards` shuffles those of all kept episodes."""
+    for sample in samples:
+        sample.reward = sample.trajectory.reward
+    if config.grpo.permute_rewards:
+        kept = _kept_rewards(samples, ranks, "control")
+        indices = sorted(kept)
+        order = permutation(len(indices), config.run.seed, "permuted rewards", step)
+        given = {indices[j]: kept[indices[i]] for j, i in enumerate(order)}
+        for sample in samples:
+            sample.reward = given.get(sample.index, sample.reward)
+
+
+def _kept_rewards(samples: Sequence[Sample], ranks: Ranks, name: str) -> dict[float, float]:
+    """Return {index of an episode: reward} for the kept episodes of all ranks."""
+    mine = [number for sample in samples if sample.kept for number in (sample.index, sample.reward)]
+    ranks.barrier(name)
+    shards = ranks.all_gather_numbers(mine)
+    return {i: r for shard in shards for i, r in zip(shard[::2], shard[1::2], strict=True)}

@@ -1,0 +1,178 @@
+"""Demonstrations are tried before a run; the tiny model gets their words."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from itertools import takewhile
+from pathlib import Path
+from typing import Any
+
+from pipeline.checkpoints.run_folder import problem
+from pipeline.common.errors import UserError
+from pipeline.common.untrusted import shown
+from pipeline.config.settings import Config, RolloutSettings
+from pipeline.data.tasks import Task
+from pipeline.environments.demonstrations import (
+    Demonstration,
+    demonstrations_of,
+    has_demonstrations,
+    words_of_demonstrations,
+)
+from pipeline.environments.domains import Domain, generated
+from pipeline.environments.task_checks import try_expert
+from pipeline.environments.task_sets import is_single_turn
+from pipeline.environments.tools import tool_schemas
+from pipeline.models.chat.template import Chat
+from pipeline.models.loading import load_tokenizer
+from pipeline.rollout.limits import TooLow
+from pipeline.rollout.reward_checks import request_key
+from pipeline.training.sft import parts_of, sources_of
+
+
+def tokenizer_of(config: Config, domains: Mapping[str, Domain], resumed: Sequence[Path]) -> Any:
+    """Return the model's tokenizer. The tiny model gets words for domains without `WORDS`.
+
+    The tiny model's tokenizer of a resumed run comes from the run's checkpoint.
+    """
+    settings = config.model
+    has_warm_start = config.grpo.use_grpo and config.warm_start.steps > 0
+    if settings.model != "tiny":
+        return load_tokenizer(settings)
+    if whole := [path for path in resumed if not problem(path)]:
+        return load_tokenizer(settings.model_copy(update={"model": str(whole[0])}))
+    _, count = sources_of(config, domains)
+    known = dict(domains)
+    for name, domain in domains.items():
+        if has_warm_start and not domain.words() and has_demonstrations(config, domain):
+            words = words_of_demonstrations(config, domain, count)
+            known[name] = replace(domain, words=partial(list, words))
+    return load_tokenizer(settings, known.values())
+
+
+NUM_TRIED = 100  # maximum number of a file's demonstrations that are checked before a run
+NUM_TRIED_BY_EXPERT = 8  # number of tasks of a domain that the expert must solve before a run
+
+
+def check_demonstrations(
+    config: Config,
+    domains: Mapping[str, Domain],
+    chat: Chat,
+    held_out: Mapping[str, Sequence[Task]] | None = None,
+) -> tuple[list[str], list[TooLow]]:
+    """Return warnings about the demonstrations of a warm start, and those beyond the limits.
+
+    Up to NUM_TRIED demonstrations of a domain's file are encoded. The expert of a domain without a
+    file must solve up to NUM_TRIED_BY_EXPERT tasks. Raises UserError if a demonstration is faulty,
+    or if a domain of the tiny model has no demonstrations.
+    """
+    if not config.grpo.use_grpo or config.warm_start.steps == 0:
+        return [], []
+    sources, count = sources_of(config, domains)
+    notes = [*_without_demonstrations(config, domains)]
+    beyond = list[TooLow]()
+    for domain in sources:
+        tried = list(_tried(config, domain, count))
+        notes += _other_tools(domain, tried)
+        notes += _held_out_prompts(config, domain, count, (held_out or {}).get(domain.name, ()))
+        beyond += _beyond_limits(config.rollout, domain, chat, tried)
+    return notes, beyond
+
+
+def _without_demonstrations(config: Config, domains: Mapping[str, Domain]) -> Iterator[str]:
+    names = [name for name, d in domains.items() if not has_demonstrations(config, d)]
+    if not names:
+        return
+    files = ", ".join(f"{name}: FILE" for name in names)
+    remedy = f"give --demonstrations '{{{files}}}', or add an expert(agent, goal) to the module"
+    lacking = f"demonstrations: none of {', '.join(names)}, which has no file and no expert"
+    if config.model.model == "tiny" or len(names) == len(domains):
+        raise UserError(
+            f"{lacking}: the warm start cannot teach its tools; {remedy}, or set "
+            "--warm-start-steps 0"
+        )
+    yield f"{lacking}: only what the model can do already counts there; {remedy}"
+
+
+def _tried(config: Config, domain: Domain, count: int) -> Iterator[Demonstration]:
+    """Yield some of a domain's demonstrations; raises UserError if the expert fails on a task."""
+    if domain.name in config.data.demonstrations:
+        made = list(demonstrations_of(config, domain, count))
+        yield from made[:: -(-len(made) // NUM_TRIED)]
+        return
+    threshold = config.evaluation.success_threshold
+    limit = domain.max_tasks
+    if limit is not None and count > limit:
+        raise UserError(
+            f"warm_start: got {config.warm_start.steps} steps of {config.warm_start.batch_size} "
+            f"demonstrations, but the experts give at most {limit} a domain; give fewer"
+        )
+    # If `max_tasks` is None, the check makes all tasks, to see whether the domain has enough.
+    num_made = count if limit is None else min(count, NUM_TRIED_BY_EXPERT)
+    tasks = generated(config, domain, num_made, "train")
+    tools = tool_schemas(domain.environment)
+    for task in tasks[:: -(-len(tasks) // NUM_TRIED_BY_EXPERT)]:
+        messages = try_expert(domain, task, config.rollout.call_timeout, threshold)
+        yield Demonstration(f"the expert's task {shown(task.id)}", messages, tools)
+
+
+def _held_out_prompts(
+    config: Config, domain: Domain, count: int, held_out: Sequence[Task]
+) -> Iterator[str]:
+    """Yield a warning if a file shows answers to held-out requests."""
+    if domain.name not in config.data.demonstrations:
+        return
+    begins = {
+        request_key(takewhile(lambda message: message["role"] != "assistant", one.messages))
+        for one in demonstrations_of(config, domain, count)
+    }
+    if seen := sum(request_key(task.prompt) in begins for task in held_out):
+        but = "" if is_single_turn(domain) else ", unless the tools find something else there"
+        yield (
+            f"demonstrations of {domain.name}: {seen} of {len(held_out)} held-out requests are "
+            f"answered in the file; take them out, or give other eval_tasks{but}"
+        )
+
+
+def _other_tools(domain: Domain, tried: Sequence[Demonstration]) -> Iterator[str]:
+    schemas = tool_schemas(domain.environment)
+    if others := [one.where for one in tried if one.tools != schemas]:
+        yield (
+            f"demonstrations of {domain.name}: the tools of {len(others)} of {len(tried)} tried "
+            "are not those of the environment, which the model gets in a rollout; leave `tools` "
+            f"out ({others[0]})"
+        )
+
+
+def _beyond_limits(
+    limits: RolloutSettings, domain: Domain, chat: Chat, tried: Sequence[Demonstration]
+) -> Iterator[TooLow]:
+    """Yield what a rollout needs to hold the demonstrations; refused if a tenth do not fit."""
+    needs = dict[str, int]()
+    beyond = list[str]()  # where the demonstrations are that do not fit
+    for one in tried:
+        sizes = _sizes(chat, one).items()
+        over = {name: number for name, number in sizes if number > getattr(limits, name)}
+        needs |= {name: max(number, needs.get(name, 0)) for name, number in over.items()}
+        if over:
+            beyond.append(one.where)
+    if beyond:
+        of = f"{len(beyond)} of {len(tried)} tried demonstrations of {domain.name}"
+        is_refused = 10 * len(beyond) > len(tried)
+        yield TooLow(f"{of} (such as {beyond[0]})", needs, is_refused)
+
+
+def _sizes(chat: Chat, demonstration: Demonstration) -> dict[str, int]:
+    """Return the least value of each limit of a rollout that holds a demonstration."""
+    where, messages, tools = demonstration
+    try:
+        parts = parts_of(chat, messages, tools or [])
+    except UserError as error:
+        raise UserError(f"{where}: {error}") from None
+    turns = [len(ids) for is_sampled, ids in parts if is_sampled]
+    results = [m["content"] for m in messages if m["role"] == "tool"]
+    return {
+        "max_tokens": sum(len(ids) for _, ids in parts),
+        "max_tokens_per_turn": max(turns),
+        "max_turns": len(turns),
+        "max_tool_result_tokens": max(map(chat.num_content_tokens, results), default=0),
+    }

@@ -1,0 +1,241 @@
+"""The learner: a model, its rollouts, its updater, and a probe of the weights that sample."""
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pipeline.checkpoints.checkpoint import Checkpointer
+from pipeline.checkpoints.moments import load_optimizer
+from pipeline.checkpoints.resume import (
+    base_of_adapters,
+    folder_of_reference,
+    refuse_other_origin,
+    set_weights,
+    weights_of,
+)
+from pipeline.common.errors import RunError, UserError
+from pipeline.config.settings import Config
+from pipeline.data.curriculum import Stage
+from pipeline.distributed.devices import dtype_of, uses_bf16
+from pipeline.distributed.ranks import Ranks
+from pipeline.distributed.sharding import shard_model
+from pipeline.environments.faults import FaultLog
+from pipeline.models import lora
+from pipeline.models.chat.template import Chat
+from pipeline.models.layers import fix_rotary, outer_layers, recompute_layers
+from pipeline.models.sampling_copy import has_adapters, trained_weights
+from pipeline.rollout.rollout import Rollout, SamplerPolicy
+from pipeline.rollout.samplers.choice import Sampler
+from pipeline.rollout.trajectory import Trajectory
+from pipeline.training.agreement import BOUNDS, ROUNDINGS, refuse_disagreement
+from pipeline.training.micro_batches import micro_batch
+from pipeline.training.token_logprobs import TokenLogprobs
+from pipeline.training.updater import Reference, Updater
+
+PROBE = "The customer asks for a refund of the order, which was paid by card; the agent looks."
+
+
+class Probe:
+    """Compares the sampler's log-probabilities of a text with training's after new weights.
+
+    The median over the text's tokens counts, because rounding may change single tokens by more,
+    where a router chooses other experts. In bf16, the bound is wide, and as wide as the model's own
+    rounding demands. A sampler whose values stay the same bit by bit while training's change is
+    therefore a fault, too.
+    """
+
+    def __init__(self, chat: Chat, dtype: torch.dtype) -> None:
+        self._bound = BOUNDS[dtype]
+        self._ids = chat.tokenizer(PROBE)["input_ids"][:16]
+        text = Trajectory(domain="", task_id="", prompt_ids=self._ids[:1])
+        text.append(self._ids[1:], [0.0] * (len(self._ids) - 1))
+        self._batch = micro_batch([(text, 0.0, 0.0)], 0)
+        self._moved: tuple[torch.Tensor, torch.Tensor] | None = None  # when the sampler's changed
+
+    @torch.no_grad()
+    def check(self, sampler: Sampler, module: Any, accelerator: Any, when: str) -> None:
+        """Raise RunError if the sampler has other weights than `module`, a TokenLogprobs."""
+        sampled = sampler.logprobs(self._ids)
+        batch = self._batch.to(accelerator.device)
+        with accelerator.autocast():
+            trained = module(batch)[0].cpu()
+        gap = float((sampled - trained).abs().median())
+        bound = self._bound
+        why = ""
+        if not gap <= bound:
+            rounding = float((trained - module(batch)[0].cpu()).abs().median())
+            bound = max(bound, ROUNDINGS * rounding)
+        if not gap <= bound:
+            why = f"differ from training's by {gap:.2g} nats in the median, at most {bound:.2g}"
+        if self._moved is None or not torch.equal(sampled, self._moved[0]):
+            self._moved = sampled, trained
+        elif (change := float((trained - self._moved[1]).abs().median())) > self._bound / 100:
+            why = why or f"have not changed, but training's have by {change:.2g} nats"
+        if why:
+            raise RunError(
+                f"weights of the sampler, {when}: its log-probabilities of a fixed text {why}, so "
+                "it did not get all weights; resume from the last checkpoint, and if this comes "
+                "again, mend load_weights of the sampler, or set mixed_precision no"
+            )
+
+
+class Learner:
+    """A model, the `rollout` that samples from the model, and the `updater` that trains the model.
+
+    `updater` is None until GRPO begins. `make_sampler` has the signature of
+    `pipeline.rollout.samplers.choice.make_sampler`. `hooks` are further arguments of Rollout.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        chat: Chat,
+        environments: dict[str, type[Any]],
+        config: Config,
+        accelerator: Any,
+        ranks: Ranks,
+        *,
+        make_sampler: Callable[..., Sampler],
+        **hooks: Any,
+    ) -> None:
+        self.accelerator = accelerator
+        self._ranks = ranks
+        self._config = config
+        self.updater: Updater | None = None
+        # By temperature, for the comparisons with the sampler.
+        self._modules: dict[float, TokenLogprobs] = {}
+        self._prompt = list[int]()  # of `check_agreement`
+        self.note = fix_rotary(model, config.rollout.max_tokens)  # for the user, or empty
+        self.model = model.to(accelerator.device)
+        self._make_sampler = make_sampler
+        self._probe = Probe(chat, dtype_of(config.model))
+        self.sampling = SamplerPolicy(self._sampler(chat, ranks.is_main), chat, config.rollout)
+        if not config.model.use_peft:
+            self._shard()
+        self.rollout = Rollout(
+            self.sampling,
+            chat,
+            environments,
+            config.rollout,
+            config.run.deterministic,
+            on_progress=ranks.progress,
+            faults=FaultLog(lambda: str(ranks.current), ranks.is_first),
+            **hooks,
+        )
+
+    def _sampler(self, chat: Chat, is_main: bool) -> Sampler:
+        dtype = dtype_of(self._config.model)
+        return self._make_sampler(self.model, chat, self._config.rollout, dtype, is_main)
+
+    def _shard(self) -> None:
+        """Spread the model over the ranks if the setting asks for it; the sampler stays whole."""
+        config = self._config
+        if config.grpo.shard != "full" or self._ranks.num_ranks == 1 or not config.grpo.use_grpo:
+            return
+        # LoRA's frozen weights have the type in which the model computes, its adapters keep fp32.
+        is_bf16 = uses_bf16(config.model) and not config.model.use_peft
+        compute = torch.bfloat16 if is_bf16 else None
+        reshards = config.grpo.reshard_after_forward
+        if not (layers := outer_layers(self.model)):
+            name = type(self.model).__name__
+            raise UserError(
+                f"shard: got full, but {name} has no layers to shard; set it to optimizer"
+            )
+        shard_model(self.model, layers, compute, reshards=reshards)
+
+    def attach(self, checkpointer: Checkpointer, folder: Path | None = None) -> None:
+        """Add LoRA adapters, those of the checkpoint `folder` if it has any; renew the sampler."""
+        config = self._config
+        chat = self.rollout.chat
+        base = base_of_adapters(self.model, config.model, checkpointer)
+        self.close()
+        del self.sampling.sampler  # frees its memory
+        dtype = dtype_of(config.model)
+        adapted = lora.attach(self.model, config.model, base, config.run.seed, dtype)
+        self.model = adapted.to(self.accelerator.device)
+        set_weights(self.model, config, chat.tokenizer, folder)
+        self.sampling.sampler = self._sampler(chat, is_main=False)
+        self._shard()
+        self.check_agreement(self._prompt)
+
+    def close(self) -> None:
+        """End the sampler; there is none if the making of another one has failed."""
+        if hasattr(self.sampling, "sampler"):
+            self.sampling.sampler.end()
+
+    def check_agreement(self, prompt: list[int]) -> None:
+        """Raise UserError on all ranks if sampler and training compute other log-probabilities.
+
+        `prompt` is the prompt of a task, and also that of later checks of adapters.
+        """
+        self._prompt = prompt
+        refuse_disagreement(
+            self.sampling.sampler,
+            self._trained(self._config.rollout.temperature),
+            self.accelerator,
+            self._ranks,
+            self._config,
+            prompt,
+        )
+
+    def sync_weights(self) -> None:
+        """Give the sampler the model's weights; raises RunError if it then has other weights."""
+        self.sampling.sampler.load_weights(trained_weights(self.model))
+        when = str(self._ranks.current)
+        self._probe.check(self.sampling.sampler, self._trained(1.0), self.accelerator, when)
+
+    def _trained(self, temperature: float) -> TokenLogprobs:
+        module = self._modules.get(temperature)
+        if module is None or module.model is not self.model:
+            # The updater's module computes under autocast only.
+            limits = self._config.rollout
+            module = TokenLogprobs(self.model, temperature, max_tokens=limits.max_tokens).eval()
+            self._modules[temperature] = module
+        return module
+
+    def module_to_train(self) -> TokenLogprobs:
+        """Return the module that an Updater trains."""
+        config = self._config
+        if config.grpo.gradient_checkpointing:
+            recompute_layers(self.model)
+        limits = config.rollout
+        trains_entropy = config.grpo.entropy_coef > 0
+        module = TokenLogprobs(self.model, limits.temperature, trains_entropy, limits.max_tokens)
+        return module.eval()  # without dropout
+
+    def make_updater(
+        self, checkpointer: Checkpointer, saved: Mapping[str, Any], stages: Sequence[Stage]
+    ) -> Updater:
+        """Make the Updater for GRPO from the current model, or from a resumed checkpoint."""
+        config = self._config
+        # Until the first step, the model has what GRPO starts from.
+        resumed = checkpointer.resumed if saved.get("step") else None
+        chat = self.rollout.chat
+        if config.model.use_peft and not has_adapters(self.model):
+            self.attach(checkpointer)
+        module = self.module_to_train()
+        load = partial(set_weights, self.model, config, chat.tokenizer)
+        reference = None
+        if config.grpo.beta > 0:
+            if resumed is not None:
+                sync = config.grpo.reference_per_stage
+                load(folder := folder_of_reference(checkpointer, stages, sync))
+                if folder is None and not config.model.use_peft:
+                    found = weights_of(self.model, self._ranks)
+                    override = config.run.override
+                    refuse_other_origin(saved, found, resumed.name, override)
+            reference = Reference(module)
+        if resumed is not None and (reference or config.model.use_peft):
+            load(resumed)
+        pad_id = chat.tokenizer.pad_token_id or 0
+        updater = Updater(self.accelerator, module, self._ranks, config, pad_id, reference)
+        updater.faults_folder = checkpointer.run_folder / "faults"
+        if resumed is not None:
+            load_optimizer(resumed, updater.optimizer)
+            updater.load_state_dict(saved)
+        self.updater = updater
+        self.sync_weights()
+        return updater

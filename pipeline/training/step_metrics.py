@@ -1,0 +1,309 @@
+"""The numbers of a training step: metrics that the seed determines, and timings.
+
+Metrics are means over the episodes of all ranks. A profiler trace shows where the time goes.
+"""
+
+import os
+import platform
+import resource
+import time
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import chain
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from pipeline.checkpoints.checkpoint import TrainState
+from pipeline.config.settings import Config
+from pipeline.distributed.devices import on_gpu
+from pipeline.distributed.ranks import Ranks
+from pipeline.rollout.rewards import RewardFunctions
+from pipeline.rollout.rollout import Rollout
+from pipeline.rollout.trajectory import LEFT_OUT, StopReason, Trajectory, succeeded
+from pipeline.training.collect import RolloutBatch
+from pipeline.training.collect import left_out as is_left_out
+from pipeline.training.grpo import zero_std_groups
+from pipeline.training.updater import Updater
+
+# Metrics of zero-std groups (groups with equal rewards), and the outcomes that a metric counts.
+ZERO_STD = {
+    "frac_reward_zero_std": ("failed", "solved", "few"),
+    "all_failed": ("failed",),
+    "all_solved": ("solved",),
+    "too_few_left": ("few",),
+}
+
+
+def rollout_metrics(
+    batch: RolloutBatch,
+    ranks: Ranks,
+    config: Config,
+    reward_names: Sequence[str] = (),
+    num_tokens: int = 0,
+) -> tuple[dict[str, float], dict[str, tuple[int, int]]]:
+    """Return a step's metrics, and each domain's numbers of episodes and of environment errors.
+
+    The replacement groups of dynamic sampling count only in tool errors, environment errors,
+    left-out episodes and `train/num_tokens`. Mean rewards do not count left-out episodes.
+    `reward_names` are the names of the sources of rewards; as in TRL, `rewards/NAME/mean` and
+    `rewards/NAME/std` count the episodes to which the source NAME applies. `num_tokens` is
+    `train/num_tokens` of the step before.
+    """
+    counts = _counts(batch, config, reward_names)
+    total = dict(zip(counts, ranks.sum([*counts.values()]), strict=True))
+    size = config.rollout.num_generations
+    domains = config.data.domains
+    episodes = total["episodes"]
+    groups = {d: count for d in domains if (count := total[f"groups {d}"])}
+    judged = {d: count for d in domains if (count := total[f"judged {d}"])}
+    metrics: dict[str, float] = {}
+    if judged:
+        rewards = {domain: total[f"reward {domain}"] for domain in judged}
+        metrics["reward/mean"] = sum(rewards.values()) / sum(judged.values())
+        metrics |= {f"reward/{domain}": rewards[domain] / n for domain, n in judged.items()}
+    for name in reward_names:
+        if count := total[f"count {name}"]:
+            mean = total[f"sum {name}"] / count
+            variance = max(0.0, total[f"squares {name}"] - count * mean**2) / max(1, count - 1)
+            metrics |= {f"rewards/{name}/mean": mean, f"rewards/{name}/std": variance**0.5}
+    metrics |= _of_all_episodes(batch.first, ranks)
+    left_out = {f"{kind}/{d}": total[f"left {kind} {d}"] for kind in LEFT_OUT for d in domains}
+    metrics |= {
+        "train/num_tokens": num_tokens + total["all tokens"],
+        "rollout/episodes": episodes,
+        "rollout/sampled_tokens": total["tokens"],
+        "rollout/turns": total["turns"] / episodes,
+        "rollout/tool_errors": total["tool errors"],
+        "rollout/environment_errors": sum(total[f"errors {domain}"] for domain in domains),
+        "rollout/left_out": sum(left_out.values()),
+        **{f"rollout/left_out/{name}": count for name, count in left_out.items() if count},
+    }
+    for kind in ZERO_STD:
+        metrics[f"rollout/{kind}"] = sum(total[f"{kind} {d}"] for d in groups) * size / episodes
+        metrics |= {f"rollout/{kind}/{d}": total[f"{kind} {d}"] / n for d, n in groups.items()}
+    metrics |= {f"rollout/stop/{r}": total[f"stop {r}"] / episodes for r in StopReason}
+    if not config.rollout.max_repeated_calls:
+        del metrics[f"rollout/stop/{StopReason.REPEATED_CALL}"]
+    if config.grpo.dynamic_sampling:
+        replacements = sum(batch.rounds[1:])
+        metrics |= {
+            "rollout/rounds": len(batch.rounds) - 1,
+            "rollout/replaced_groups": replacements,
+            "rollout/extra_episodes": replacements * size,
+        }
+    return metrics, {d: (int(total[f"played {d}"]), int(total[f"errors {d}"])) for d in domains}
+
+
+def _counts(batch: RolloutBatch, config: Config, reward_names: Sequence[str]) -> dict[str, float]:
+    """Return sums over this rank's episodes; all ranks return the names in the same order."""
+    size = config.rollout.num_generations
+    threshold = config.evaluation.success_threshold
+    first = batch.first
+    played = batch.trajectories
+    rewards = torch.tensor([t.reward for t in first], dtype=torch.float64)
+    is_zero_std = zero_std_groups(rewards, size, ~is_left_out(first)).tolist()
+    counts: dict[str, float] = {
+        "episodes": len(first),
+        "tokens": sum(t.num_sampled_in_all for t in first),
+        "all tokens": sum(
+            len(one.prompt_ids) + one.num_sampled_tokens for t in played for one in t.sequences
+        ),
+        "turns": sum(t.num_turns for t in first),
+        "tool errors": sum(t.num_tool_errors for t in played),
+        **{f"stop {r}": sum(t.stop_reason == r for t in first) for r in StopReason},
+    }
+    for domain in config.data.domains:
+        judged = [t.reward for t in first if t.domain == domain and not t.left_out]
+        all_of = [t for t in played if t.domain == domain]
+        groups = [i for i in range(0, len(first), size) if first[i].domain == domain]
+        outcomes = [_outcome(first[i : i + size], threshold) for i in groups if is_zero_std[i]]
+        counts |= {
+            f"reward {domain}": sum(judged),
+            f"judged {domain}": len(judged),
+            f"groups {domain}": len(groups),
+            f"played {domain}": len(all_of),
+            f"errors {domain}": sum(t.stop_reason is StopReason.ENVIRONMENT_ERROR for t in all_of),
+            **{f"{kind} {domain}": sum(map(outcomes.count, of)) for kind, of in ZERO_STD.items()},
+            **{f"left {why} {domain}": sum(t.left_out == why for t in all_of) for why in LEFT_OUT},
+        }
+    for name in reward_names:
+        paid = [reward for t in first if (reward := t.rewards.get(name)) is not None]
+        counts |= {
+            f"count {name}": len(paid),
+            f"sum {name}": sum(paid),
+            f"squares {name}": sum(reward**2 for reward in paid),
+        }
+    return counts
+
+
+def _of_all_episodes(mine: Sequence[Trajectory], ranks: Ranks) -> dict[str, float]:
+    """Return TRL's metrics of lengths, of the deviation of rewards, and of calls of tools.
+
+    `mine` are this rank's episodes; the metrics are those of all ranks' episodes together. A length
+    is the number of sampled tokens of an episode. An episode that a maximum of tokens ended is not
+    terminated.
+    """
+    lengths = [(t.num_sampled_in_all, t.stop_reason is StopReason.MAX_TOKENS) for t in mine]
+    rewards = [t.reward for t in mine if not t.left_out]
+    calls = [(name, *counts) for t in mine for name, counts in t.tools.items()]
+    gathered = ranks.all_gather_objects((lengths, rewards, calls), "episodes")
+    lengths, rewards, calls = (list(chain(*of)) for of in zip(*gathered, strict=True))
+    ended = [length for length, is_clipped in lengths if not is_clipped]
+    metrics = {"completions/clipped_ratio": 1 - len(ended) / len(lengths)}
+    for kind, of in (("", [length for length, _ in lengths]), ("terminated_", ended or [0])):
+        metrics |= {
+            f"completions/mean_{kind}length": sum(of) / len(of),
+            f"completions/min_{kind}length": min(of),
+            f"completions/max_{kind}length": max(of),
+        }
+    if len(rewards) > 1:
+        metrics["rollout/reward_std"] = stdev(rewards)
+    by_tool = Counter(name for name, count, _ in calls for _ in range(count))
+    num_failed = sum(failed for *_, failed in calls)
+    return metrics | {
+        "tools/call_frequency": by_tool.total() / len(lengths),
+        "tools/failure_frequency": num_failed / (by_tool.total() or 1),
+        **{f"tools/call_frequency/{n}": by_tool[n] / len(lengths) for n in sorted(by_tool)},
+    }
+
+
+def logged_by_reward_functions(
+    rewards: RewardFunctions | None, ranks: Ranks, state: TrainState, prefix: str
+) -> dict[str, float]:
+    """Return means over all ranks of the values of `log_metric`, and forget the values.
+
+    Each name gets the `prefix`, in place of a `train/` of its own. The new calls of async functions
+    on all ranks are added to the `state`, whose step becomes the `global_step` that reward
+    functions see.
+    """
+    if rewards is None:
+        return {}
+    mine = {name: list(values) for name, values in rewards.metrics.items()}, rewards.num_calls
+    rewards.metrics.clear()
+    rewards.num_calls = 0
+    rewards.trainer_state.global_step = state.step
+    gathered = ranks.all_gather_objects(mine, "reward functions")
+    state.num_reward_calls += sum(count for _, count in gathered)
+    found = defaultdict[str, list[float]](list)
+    for name, values in chain.from_iterable(of.items() for of, _ in gathered):
+        found[prefix + name.removeprefix("train/")] += values
+    return {name: fmean(values) for name, values in sorted(found.items())}
+
+
+def _outcome(group: Sequence[Trajectory], threshold: float) -> str:
+    rewards = [t.reward for t in group if not t.left_out]
+    if len(rewards) < 2:
+        return "few"
+    return "solved" if succeeded(rewards[0], threshold) else "failed"
+
+
+def over_iterations(updates: Sequence[dict[str, float]]) -> dict[str, float]:
+    """Return the means of metrics over the updates of a step.
+
+    Skipped updates do not count, unless all updates are skipped. `sampling_logp_difference` and
+    `importance_sampling_ratio` are the values of the first update.
+    """
+    done = [update for update in updates if not update["train/skipped"]] or updates
+    means = {name: sum(update[name] for update in done) / len(done) for name in done[0]}
+    means["train/skipped"] = sum(update["train/skipped"] for update in updates) / len(updates)
+    first = ("sampling_logp_difference", "importance_sampling_ratio")
+    return means | {n: updates[0][n] for n in means if any(name in n for name in first)}
+
+
+class Meter:
+    def __init__(self, ranks: Ranks, rollout: Rollout, updater: Updater) -> None:
+        self._ranks = ranks
+        self._rollout = rollout
+        self._updater = updater
+        self._on_gpu = updater.accelerator.device.type == "cuda"
+        self._spent: dict[str, float] = {}
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        if self._on_gpu:
+            torch.cuda.reset_peak_memory_stats()
+        before = self._counters()
+        yield
+        self._spent = {name: value - before[name] for name, value in self._counters().items()}
+
+    def timings(self, trajectories: Sequence[Trajectory]) -> dict[str, float]:
+        """Return the `perf/` numbers of the last step; `trajectories` are this rank's episodes.
+
+        Seconds are means over the ranks. `sample_s` contains `environment_s`; `update_s` contains
+        the all-reduce of gradients. `sample_s` and `update_s` do not contain the waits for other
+        ranks. Tokens per second count the tokens of all ranks. Memory is the largest peak of any
+        rank: of GPU memory in the step or, without a GPU, of the process. `exchanged_bytes` counts
+        the bytes that all ranks sent.
+        """
+        sampled = sum(t.num_sampled_in_all for t in trajectories)
+        spent = {**self._spent, "sampled": sampled, "episodes": len(trajectories)}
+        memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        memory = torch.cuda.max_memory_allocated() if self._on_gpu else memory
+        of_ranks = self._ranks.all_gather_numbers([*spent.values(), memory / 1e6])
+        *columns, memories = zip(*of_ranks, strict=True)
+        total = {name: sum(column) for name, column in zip(spent, columns, strict=True)}
+        metrics = rates(total, self._ranks.num_ranks)
+        return {**metrics, "perf/peak_memory_mb": max(memories)}
+
+    def _counters(self) -> dict[str, float]:
+        sampling: Any = self._rollout.policy
+        phases: dict[str, Any] = {"sample": sampling.sampler, "update": self._updater}
+        return {
+            **{f"{name}_s": self._ranks.seconds[name] for name in ("sample", "update", "wait")},
+            "environment_s": self._rollout.environment_s,
+            **{f"{name}_tokens": of.num_tokens for name, of in phases.items()},
+            **{f"{name}_padded": of.num_padded_tokens for name, of in phases.items()},
+            "bytes": sum(self._ranks.bytes.values()),
+            "step_s": time.perf_counter(),
+        }
+
+
+def rates(total: Mapping[str, float], num_ranks: int) -> dict[str, float]:
+    """Return the `perf/` numbers from sums over the ranks."""
+    metrics = {name: total[name] / num_ranks for name in total if name.endswith("_s")}
+    metrics |= {
+        "episodes_per_s": total["episodes"] / metrics["step_s"],
+        "tokens_per_s": total["sampled"] / metrics["step_s"],
+        "exchanged_bytes": total["bytes"],
+    }
+    for phase, tokens in (("sample", total["sampled"]), ("update", total["update_tokens"])):
+        seconds = total[f"{phase}_s"] or 1
+        padded = total[f"{phase}_padded"]
+        metrics[f"{phase}_tokens_per_s"] = tokens / (seconds / num_ranks)
+        metrics[f"{phase}_padding_share"] = (padded - total[f"{phase}_tokens"]) / (padded or 1)
+    return {f"perf/{name}": value for name, value in metrics.items()}
+
+
+@contextmanager
+def profiled(
+    step: int, steps: Collection[int], folder: Path, ranks: Ranks, device: torch.device
+) -> Iterator[None]:
+    """Profile this context if `step` is in `steps`; each rank writes a trace file into `folder`."""
+    if step not in steps:
+        yield
+        return
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # the profiler prints only errors
+    gpu = [ProfilerActivity.CUDA] if device.type == "cuda" else []
+    with profile(activities=[ProfilerActivity.CPU, *gpu]) as profiler:
+        yield
+    folder.mkdir(exist_ok=True)
+    path = folder / f"step-{step:06d}.rank-{ranks.rank}.json.gz"
+    profiler.export_chrome_trace(str(path))
+    if ranks.is_main:
+        print(f"profile of step {step}: {path}; open it in https://ui.perfetto.dev", flush=True)
+
+
+def machine(num_ranks: int) -> dict[str, Any]:
+    return {
+        "host": platform.node(),
+        "device": torch.cuda.get_device_name() if on_gpu() else platform.machine(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "num_ranks": num_ranks,
+        "torch": torch.__version__,
+    }

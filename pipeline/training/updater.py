@@ -1,0 +1,480 @@
+"""The update: load balancing, micro-batches, all-reduce and clipping of gradients, optimizer step.
+
+If memory runs out, an Updater halves the maximum number of tokens in a micro-batch. All ranks
+skip an optimizer step whose loss or gradient is not finite.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch.func import functional_call
+
+from pipeline.common.console import say
+from pipeline.config.settings import Config
+from pipeline.distributed.ranks import GradientAllReduce, Ranks, sum_gradients
+from pipeline.distributed.sharding import (
+    ShardedAdamW,
+    add_up,
+    exchanged,
+    held,
+    is_sharded,
+    leave_pass,
+    num_exchanges,
+    passes_together,
+    start_over,
+    whole,
+)
+from pipeline.models import rank_memory
+from pipeline.models.lora import base_model
+from pipeline.models.rank_memory import cost_of_a_pair, memory_of_rank, token_budget
+from pipeline.rollout.trajectory import Trajectory
+from pipeline.training.grpo import JOINED, JOINED_RATIOS, TokenStats, grpo_loss, token_weights
+from pipeline.training.micro_batches import (
+    Item,
+    MicroBatch,
+    costs_of,
+    empty_batch,
+    make_micro_batches,
+    make_plan,
+    rearranged,
+    with_trainer_logprobs,
+)
+from pipeline.training.token_logprobs import TokenLogprobs
+from pipeline.training.update_faults import find_suspects, smaller_budget
+
+Computed = tuple[MicroBatch, TokenStats]
+Result = TypeVar("Result")
+
+
+class Reference:
+    """The reference policy: a copy of the trained parameters (with LoRA: of the adapters)."""
+
+    def __init__(self, module: TokenLogprobs) -> None:
+        self.module = module
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Copy the current parameters of the policy into the reference policy."""
+        trained = ((n, p) for n, p in self.module.named_parameters() if p.requires_grad)
+        self.parameters = {name: parameter.detach().clone() for name, parameter in trained}
+
+    def in_place(self) -> AbstractContextManager[None]:
+        """Return the context in which `logprobs` computes."""
+        if not is_sharded(self.module.model):
+            return nullcontext()
+        named = dict(self.module.named_parameters())
+        pairs = [(named[name], tensor) for name, tensor in self.parameters.items()]
+        return exchanged(self.module.model, pairs)
+
+    @torch.no_grad()
+    def logprobs(self, batch: MicroBatch) -> torch.Tensor:
+        """Return log-probabilities of `batch.targets` under the reference policy, [N]."""
+        logprobs: torch.Tensor
+        if is_sharded(self.module.model):
+            logprobs = self.module(batch)[0]
+        else:
+            logprobs = functional_call(self.module, self.parameters, (batch,))[0]
+        return logprobs
+
+
+class Updater:
+    """Trains the policy on trajectories.
+
+    `accelerator` prepares `module` for training. `reference`, a Reference of `module`, is
+    required if `grpo.beta` is above 0. `loss` has the signature of `grpo_loss`. Weight decay leaves
+    out norms and biases unless `decays_vectors`.
+    """
+
+    def __init__(
+        self,
+        accelerator: Any,
+        module: TokenLogprobs,
+        ranks: Ranks,
+        config: Config,
+        pad_id: int,
+        reference: Reference | None = None,
+        *,
+        loss: Callable[..., tuple[torch.Tensor, TokenStats]] = grpo_loss,
+        decays_vectors: bool = True,
+    ) -> None:
+        self.accelerator = accelerator
+        self.ranks = ranks
+        self.reference = reference
+        self.loss = loss
+        self.module = accelerator.prepare_model(module, evaluation_mode=True)  # without DDP
+        self.model = module.model
+        self.is_sharded = is_sharded(module.model)
+        self.settings = settings = config.grpo
+        self.limits = config.rollout
+        self.corrects = config.corrects_sampling
+        # Of the sequences that this rank computes in a step, by the number of `_accumulate`'s call.
+        self._trainer_logprobs: dict[int, list[torch.Tensor]] = {}
+        self.pad_id = pad_id
+        self.deterministic = config.run.deterministic
+        self.balances = settings.balance_ranks and ranks.num_ranks > 1 and not self.deterministic
+        shared = settings.share_prefixes and not settings.padding_free
+        self.shares_prefixes = shared and module.shares_prefixes
+        if shared and not module.shares_prefixes and ranks.is_main:
+            say("warning: share_prefixes is ignored; it needs sdpa and layers of full attention")
+        self.parameters = [p for p in module.parameters() if p.requires_grad]
+        shards_moments = settings.shard == "optimizer" and ranks.num_ranks > 1
+        make = ShardedAdamW if shards_moments else torch.optim.AdamW
+        self.optimizer = make(
+            _groups(self.parameters, decays_vectors),
+            lr=0.0,  # each step sets its own
+            betas=(settings.adam_beta1, settings.adam_beta2),
+            weight_decay=settings.weight_decay,
+            fused=True,
+        )
+        # Numbers of tokens in the forward passes of this rank, without and with padding.
+        self.num_tokens = self.num_padded_tokens = 0
+        self._first_budget = token_budget(config, base_model(module.model), memory_of_rank())
+        self.max_tokens_per_microbatch = self._first_budget
+        self._pair = cost_of_a_pair(base_model(module.model))
+        rank_memory.keep_freed_memory(module)
+        self.num_skipped = self.num_skipped_in_a_row = 0  # numbers of skipped optimizer steps
+        self.faults_folder: Path | None = None  # folder for micro-batches of skipped steps
+        self._skipped_step: int | None = None
+        self._smaller_budget: int | None = None  # after memory ran out
+        self._nothing = empty_batch(pad_id)
+        if self.is_sharded:
+            return
+        self.gradient_all_reduce = sum_gradients(accelerator.prepare(GradientAllReduce(module)))
+        # DDP changes its buckets, and so the order of its sums, after the first all-reduce. After
+        # these extra all-reduces, a resumed run and an uninterrupted run sum in the same order, and
+        # each gradient is a part of a bucket.
+        for _ in range(2):
+            self.optimizer.zero_grad()
+            self._all_reduce_gradients()
+        self._zero_gradients()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the Updater's state, which is equal on all ranks and excludes the optimizer."""
+        budget = self.max_tokens_per_microbatch
+        return {
+            "max_tokens_per_microbatch": None if budget == self._first_budget else budget,
+            "num_skipped_steps": self.num_skipped,
+            "num_skipped_in_a_row": self.num_skipped_in_a_row,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load a checkpoint's state; `max_tokens_per_microbatch` can only become smaller."""
+        self.num_skipped = state.get("num_skipped_steps", 0)
+        self.num_skipped_in_a_row = state.get("num_skipped_in_a_row", 0)
+        budget = state.get("max_tokens_per_microbatch") or self.max_tokens_per_microbatch
+        self.max_tokens_per_microbatch = min(budget, self.max_tokens_per_microbatch)
+
+    def update_policy(
+        self,
+        trajectories: Sequence[Trajectory],
+        advantages: Sequence[float],
+        learning_rate: float,
+        kept: Sequence[bool] | None = None,
+        *,
+        is_last: bool = True,
+    ) -> dict[str, float]:
+        """Do one optimizer step on all ranks' `trajectories`; return statistics over all ranks.
+
+        The step uses only episodes with True in `kept` (default: all episodes). `is_last` is False
+        if the next call is another update on the same episodes. All ranks skip an
+        optimizer step whose loss or gradient is not finite. All ranks raise RuntimeError after more
+        than `max_skipped_steps` skipped steps in a row. A rank raises RuntimeError if a single
+        episode does not fit into the rank's memory.
+        """
+        kept = [True] * len(trajectories) if kept is None else kept
+        lengths = [t.num_sampled_in_all * k for t, k in zip(trajectories, kept, strict=True)]
+        # The sequences to train, each with the index of its episode.
+        trained = [
+            (i, sequence)
+            for i, length in enumerate(lengths)
+            if length
+            for sequence in trajectories[i].sequences
+            if sequence.num_sampled_tokens
+        ]
+        costs = list[float]()
+        if self.balances:
+            trained.sort(key=lambda pair: pair[1].ids)
+            sequences = [sequence.ids for _, sequence in trained]
+            costs = costs_of(sequences, self.shares_prefixes, self._pair)
+        self.ranks.barrier("update")  # this barrier reports a rank that is stuck in rollouts
+        everyone = self.ranks.all_gather_numbers([sum(kept), sum(lengths), *costs])
+        num_sequences, num_tokens = self._counts(everyone)
+        statistics = {"train/learning_rate": learning_rate, "train/trained_episodes": num_sequences}
+        if num_tokens == 0:  # all groups on all ranks are zero-std groups
+            return statistics | {"train/skipped": 0}
+        loss_type = self.settings.loss_type
+        max_tokens = self.limits.max_tokens
+        weights = token_weights(lengths, loss_type, num_sequences, num_tokens, max_tokens)
+        items = [(sequence, advantages[i], weights[i]) for i, sequence in trained]
+        if self.deterministic:
+            size = self.limits.num_generations
+            groups = [list[Item]() for _ in lengths[::size]]
+            for (i, _), item in zip(trained, items, strict=True):
+                groups[i // size].append(item)
+            done = self._backward_in_order(groups, num_tokens)
+        else:
+            if self.balances:
+                items = rearranged(items, make_plan([row[2:] for row in everyone]), self.ranks)
+            done = self._accumulate(items, num_tokens)
+            self._all_reduce_gradients()
+            if self.ranks.num_ranks > 1 and not self.is_sharded:
+                self.ranks.bytes["gradients"] += sum(p.nbytes for p in self.parameters)
+        if is_last:
+            self._trainer_logprobs.clear()
+        sums, is_finite = self._step(done, learning_rate)
+        if not is_finite:
+            self._count_skipped(done)
+        return statistics | {"train/skipped": int(not is_finite), **self._means(sums, num_tokens)}
+
+    def _counts(self, everyone: Sequence[Sequence[float]]) -> tuple[float, float]:
+        return sum(row[0] for row in everyone), sum(row[1] for row in everyone)
+
+    def _cut(self, items: Sequence[Item]) -> list[MicroBatch]:
+        budget = self.max_tokens_per_microbatch
+        padding_free = self.settings.padding_free
+        return make_micro_batches(items, budget, self.pad_id, padding_free, self.shares_prefixes)
+
+    def _all_reduce_gradients(self) -> None:
+        if self.ranks.num_ranks > 1 and not self.is_sharded:
+            with self.ranks.waiting("gradients"):
+                self.accelerator.backward(self.gradient_all_reduce())
+
+    def _zero_gradients(self) -> None:
+        """Zero the gradients in DDP's buckets; without buckets, free the gradients."""
+        in_buckets = self.ranks.num_ranks > 1 and not (self.deterministic or self.is_sharded)
+        self.optimizer.zero_grad(set_to_none=not in_buckets)
+
+    def _backward_in_order(
+        self, groups: Sequence[Sequence[Item]], num_tokens: float
+    ) -> list[Computed]:
+        """Sum the gradients of all groups, one group after the other, in the order of the groups.
+
+        The order of the sum and the shapes of forward passes do not depend on the number of ranks.
+        """
+        sizes = [parameter.numel() for parameter in self.parameters]
+        total = self.parameters[0].new_zeros(sum(sizes))
+        done = []
+        for index in range(int(self.ranks.max(len(groups)))):
+            group = groups[index] if index < len(groups) else []
+            done += self._accumulate(group, num_tokens, index)
+            gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.parameters]
+            mine = torch.cat([gradient.flatten() for gradient in gradients])
+            self._zero_gradients()
+            for gradient in self.ranks.all_gather_tensors(mine):
+                total += gradient
+        for parameter, gradient in zip(self.parameters, total.split(sizes), strict=True):
+            parameter.grad = gradient.view_as(parameter)
+        return done
+
+    def _accumulate(
+        self, items: Sequence[Item], num_tokens: float, number: int = 0
+    ) -> list[Computed]:
+        """Sum the gradients of all items, micro-batch by micro-batch.
+
+        If a micro-batch does not fit into memory, all gradients are computed again with smaller
+        micro-batches; ranks of a sharded model agree on this. All gradients must be zero before the
+        call. All updates of a step give the same items to the call with a `number`.
+        """
+        nothing = partial(self._backward_one, num_tokens, self._nothing, None)
+        while True:
+            batches = self._cut(items)
+            if known := self._trainer_logprobs.get(number):
+                batches = with_trainer_logprobs(batches, known)
+            self._smaller_budget = None
+            of_reference = self._reference_logprobs(batches)
+            with held(self.model):
+                done = self._pass_through(
+                    batches, partial(self._backward_one, num_tokens), of_reference
+                )
+                budget = self._agreed_budget()
+                if budget is None:
+                    add_up(self.model, nothing)
+            if budget is None:
+                break
+            self.max_tokens_per_microbatch = budget
+            start_over(self.model, nothing)
+            self._zero_gradients()
+            rank_memory.give_memory_back()
+        self.num_tokens += sum(batch.num_tokens for batch in batches)
+        self.num_padded_tokens += sum(batch.input_ids.numel() for batch in batches)
+        self._trainer_logprobs[number] = [
+            batch.trainer_logprobs[batch.order]
+            for batch, _ in done
+            if batch.trainer_logprobs is not None
+        ]
+        return done
+
+    def _reference_logprobs(self, batches: Sequence[MicroBatch]) -> list[torch.Tensor] | None:
+        if self.reference is None:
+            return None
+        with self.reference.in_place(), held(self.model), self.accelerator.autocast():
+            return self._pass_through(batches, self._reference_one)
+
+    def _reference_one(self, batch: MicroBatch, _: Any) -> torch.Tensor:
+        assert self.reference is not None
+        return self.reference.logprobs(batch.to(self.accelerator.device))
+
+    def _pass_through(
+        self,
+        batches: Sequence[MicroBatch],
+        compute: Callable[[MicroBatch, Any], Result],
+        extra: Sequence[Any] | None = None,
+    ) -> list[Result]:
+        """Return the results of `compute` of the micro-batches, each with its item of `extra`.
+
+        If memory runs out, `_smaller_budget` is set, and the results are useless.
+        """
+        found = list[Result]()
+        for batch, counts in self.passes(batches):
+            num_before = num_exchanges(self.model)
+            is_small = self._smaller_budget is not None or not counts
+            try:
+                if is_small:
+                    compute(self._nothing, None)
+                else:
+                    found.append(compute(batch, extra[len(found)] if extra else None))
+            except (RuntimeError, MemoryError) as error:
+                if is_small or not rank_memory.is_out_of_memory(error):
+                    raise
+                self._smaller_budget = smaller_budget(
+                    self.max_tokens_per_microbatch, batches, len(found), self.ranks.rank
+                )
+            else:
+                continue
+            # Inside `except`, less memory could be freed: the exception keeps activations alive.
+            rank_memory.give_memory_back()
+            leave_pass(self.model, num_before, partial(compute, self._nothing, None))
+            if not passes_together(self.model):
+                break
+        return found
+
+    def _agreed_budget(self) -> int | None:
+        """Return the budget with which to compute again; of a sharded model, the ranks' least."""
+        if not self.is_sharded:
+            return self._smaller_budget
+        found = self.ranks.all_gather_numbers([self._smaller_budget or 0])
+        return min((int(budget) for (budget,) in found if budget), default=None)
+
+    def passes(self, batches: Sequence[MicroBatch]) -> Iterator[tuple[MicroBatch, bool]]:
+        """Yield this rank's micro-batches, with True: they count.
+
+        All ranks pass through a sharded model together. A rank with fewer micro-batches than
+        another then also gets micro-batches of one token that do not count.
+        """
+        together = passes_together(self.model)
+        count = int(self.ranks.max(len(batches))) if together else len(batches)
+        for index in range(count):
+            yield (batches[index], True) if index < len(batches) else (self._nothing, False)
+
+    def _backward_one(
+        self, num_tokens: float, batch: MicroBatch, ref_logprobs: torch.Tensor | None
+    ) -> Computed:
+        self.ranks.alive()
+        here = batch.to(self.accelerator.device)
+        logprobs, entropy = self.module(here)
+        if self.corrects and batch.trainer_logprobs is None:  # the step's first update
+            batch, here = (replace(b, trainer_logprobs=logprobs.detach()) for b in (batch, here))
+        loss, stats = self.loss(logprobs, entropy, here, self.settings, num_tokens, ref_logprobs)
+        self.accelerator.backward(loss)
+        return batch, stats
+
+    def _step(
+        self, done: Sequence[Computed], learning_rate: float
+    ) -> tuple[dict[str, float], bool]:
+        """Clip the gradient by its norm, and do the optimizer step if loss and gradient are finite.
+
+        Returns statistics over all ranks, and True if the optimizer step was done.
+        """
+        with self.ranks.waiting("gradients"):  # on a GPU, `float()` waits for the all-reduce
+            max_norm = self.settings.max_grad_norm
+            norm = float(whole(self.accelerator.clip_grad_norm_(self.parameters, max_norm)))
+        joined = [*JOINED, *(JOINED_RATIOS if self.corrects else [])]
+        mine = dict[str, float]()
+        for names, reduce, nothing in joined:
+            mine |= _over_batches(done, names, reduce, nothing)
+        mine |= {"grad_norm": norm, "budget": float(self.max_tokens_per_microbatch)}
+        numbers = torch.tensor([*mine.values()], dtype=torch.float64)
+        rows = torch.stack(self.ranks.all_gather_tensors(numbers))
+        of_ranks = dict(zip(mine, rows.T, strict=True))
+        self.max_tokens_per_microbatch = int(of_ranks["budget"].min())
+        totals = {n: float(reduce(of_ranks[n])) for names, reduce, _ in joined for n in names}
+        watched = torch.stack([of_ranks["loss"], of_ranks["grad_norm"]])
+        is_finite = bool(watched.isfinite().all())
+        if is_finite:
+            for group in self.optimizer.param_groups:
+                group["lr"] = learning_rate
+            self.optimizer.step()
+            self.num_skipped_in_a_row = 0
+        self._zero_gradients()
+        return totals | {"grad_norm": norm}, is_finite
+
+    def _means(self, sums: Mapping[str, float], num_tokens: float) -> dict[str, float]:
+        means = {f"train/{name}": sums[name] for name in ("grad_norm", "loss", "policy_loss")}
+        if self.reference is not None:
+            means["train/kl"] = sums["kl"] / num_tokens
+        means["train/entropy"] = sums["entropy"] / num_tokens
+        means["train/clip_ratio"] = sums["clipped"] / num_tokens
+        if self.settings.loss_type != "cispo":
+            low, high = (sums[f"clipped_{at}"] / num_tokens for at in ("low", "high"))
+            means |= {"clip_ratio/low_mean": low, "clip_ratio/high_mean": high}
+            means["clip_ratio/region_mean"] = low + high
+        means["train/sampling_logp_difference_max"] = sums["sampling_logp_difference_max"]
+        means["train/sampling_logp_difference_mean"] = sums["sampling_logp_difference"] / num_tokens
+        if self.corrects:
+            name = "importance_sampling_ratio"
+            means |= {f"train/{name}_{kind}": sums[f"{name}_{kind}"] for kind in ("min", "max")}
+            means[f"train/{name}_mean"] = sums[name] / sums["num_ratios"]
+        if self.max_tokens_per_microbatch != self._first_budget:
+            means["train/max_tokens_per_microbatch"] = self.max_tokens_per_microbatch
+        return means
+
+    def _count_skipped(self, done: Sequence[Computed]) -> None:
+        """Count a skipped step, save the step's suspicious micro-batches, and print a warning.
+
+        Several skipped updates in the same step count once. Raises RuntimeError after more than
+        `max_skipped_steps` skipped steps in a row.
+        """
+        step = self.ranks.current.step
+        if step is None or step != self._skipped_step:
+            self.num_skipped += 1
+            self.num_skipped_in_a_row += 1
+        self._skipped_step = step
+        losses = [(batch, float(stats.loss)) for batch, stats in done]
+        suspects = find_suspects(self.ranks, losses, self.faults_folder)
+        if self.num_skipped_in_a_row > self.settings.max_skipped_steps:
+            raise RuntimeError(
+                f"the loss or gradient was not finite in {self.num_skipped_in_a_row} steps in a "
+                f"row {suspects}; lower the learning rate or look at them"
+            )
+        if self.ranks.is_main:
+            at = "" if step is None else f"step {step}: "
+            why = "the loss or gradient was not finite, so the update was skipped"
+            say(f"warning: {at}{why} {suspects}")
+
+
+def _over_batches(
+    done: Sequence[Computed],
+    names: Sequence[str],
+    reduce: Callable[..., torch.Tensor],
+    nothing: float,
+) -> dict[str, float]:
+    """Return statistics over this rank's micro-batches by name, or `nothing` without any."""
+    if not done:
+        return dict.fromkeys(names, nothing)
+    rows = [torch.stack([getattr(stats, name) for name in names]) for _, stats in done]
+    found = reduce(torch.stack(rows).double(), 0)
+    return dict(zip(names, found.tolist(), strict=True))
+
+
+def _groups(parameters: Sequence[torch.Tensor], decays_vectors: bool) -> list[dict[str, Any]]:
+    """Return the optimizer's groups: one, and a second for norms and biases without decay."""
+    vectors = [] if decays_vectors else [p for p in parameters if p.dim() < 2]
+    if not vectors:
+        return [{"params": [*parameters]}]
+    matrices = [p for p in parameters if p.dim() > 1]
+    return [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]

@@ -1,0 +1,447 @@
+"""Sampling through generate: models without one cache over all turns are served as exactly."""
+
+import json
+import sys
+from io import StringIO
+from random import Random
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from transformers import GenerationConfig
+
+from pipeline import train
+from pipeline.common.errors import UserError
+from pipeline.config.cli import parse
+from pipeline.config.settings import Config, RolloutSettings
+from pipeline.data.rng import stream_key
+from pipeline.models import capabilities
+from pipeline.preflight import check
+from pipeline.rollout.samplers import generate as generate_sampler
+from pipeline.rollout.samplers.choice import make_sampler
+from pipeline.rollout.samplers.drawing import kept
+from pipeline.rollout.samplers.generate import GenerateSampler
+from pipeline.rollout.samplers.own import RowSampler
+from pipeline.training.micro_batches import make_micro_batches
+from pipeline.training.token_logprobs import TokenLogprobs
+from scripts.proofs.grid import make_trajectory, small_model
+from scripts.proofs.ranks import play_ranks
+from tests.support.helpers import chat, tokenizer
+from tests.support.messages import refusal, says
+
+END, VOCABULARY = 0, 32
+SHAPE = {
+    **{"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 32, "head_dim": 16},
+    **{"num_attention_heads": 2, "num_key_value_heads": 2, "initializer_range": 0.1},
+    **{"bos_token_id": None, "eos_token_id": None, "pad_token_id": None},
+}
+LINEAR = {
+    **{"linear_num_key_heads": 2, "linear_num_value_heads": 4},
+    **{"linear_key_head_dim": 8, "linear_value_head_dim": 8},
+}
+EXPERTS = {
+    **{"num_experts": 4, "num_experts_per_tok": 2},
+    **{"moe_intermediate_size": 16, "shared_expert_intermediate_size": 16},
+}
+SLIDING, FULL, RECURRENT = "sliding_attention", "full_attention", "linear_attention"
+# Of each kind its layers and further settings; windows are shorter than conversations.
+KINDS = {
+    "Mistral": ((SLIDING, SLIDING), {"sliding_window": 6}),
+    "Gemma3Text": ((SLIDING, FULL, SLIDING), {"sliding_window": 6}),
+    "Qwen3Next": ((RECURRENT, FULL), LINEAR | EXPERTS),
+    "Lfm2": (("conv", FULL), {}),
+    "Mamba": ((RECURRENT, RECURRENT), {"state_size": 8}),
+    "MiniMax": ((RECURRENT, FULL), {"num_local_experts": 2, "block_size": 4}),
+}
+PADDING_CHANGES = {"MiniMax"}  # whose linear attention computes padding as well
+EACH_KIND = pytest.mark.parametrize("kind", KINDS)
+
+
+def model_of(kind: str, seed: int = 0, **settings):
+    layers, special = KINDS[kind]
+    values = {**SHAPE, **special, "num_hidden_layers": len(layers), **settings}
+    if kind not in ("Mistral", "Mamba"):  # which list no kinds, or derive them
+        values["layer_types"] = list(layers)
+    config = getattr(transformers, f"{kind}Config")(**values)
+    name = kind.removesuffix("Text")
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return getattr(transformers, f"{name}ForCausalLM")(config).eval()
+
+
+def sampler_of(model, temperature=1.0, **settings) -> GenerateSampler:
+    return GenerateSampler(model, END, temperature, torch.float32, **settings)
+
+
+def play(sampler, numbers, vocabulary=VOCABULARY):
+    """Conversations of one to four turns side by side, each given by its number alone.
+
+    Returns their trajectories.
+    """
+    played, live = [], []
+    for number in numbers:
+        random = Random(number)
+        texts = [
+            [random.randrange(1, vocabulary) for _ in range(random.randint(2, 20))]
+            for _ in range(random.randint(1, 4))
+        ]
+        (episode,) = sampler.open([texts[0]], [stream_key("test", number)])
+        limits = [random.randint(1, 9) for _ in texts]
+        live.append((episode, texts, limits, ([], [], [])))
+    played = list(live)
+    for turn in range(4):
+        live = [conversation for conversation in live if turn < len(conversation[1])]
+        if turn:
+            for episode, texts, _, (ids, mask, logprobs) in live:
+                sampler.extend(episode, texts[turn])
+                ids += texts[turn]
+                mask += [0] * len(texts[turn])
+                logprobs += [0.0] * len(texts[turn])
+        limits = [conversation[2][turn] for conversation in live]
+        messages = sampler.sample([conversation[0] for conversation in live], limits)
+        for message, (_, _, _, (ids, mask, logprobs)) in zip(messages, live, strict=True):
+            ids += message.ids
+            mask += [1] * len(message.ids)
+            logprobs += message.logprobs
+    for episode, *_ in played:
+        sampler.close(episode)
+    return [
+        make_trajectory(texts[0], ids, mask, logprobs=logprobs)
+        for _, texts, _, (ids, mask, logprobs) in played
+    ]
+
+
+def recomputed(model, trajectories, temperature=1.0):
+    """(log-probabilities by TokenLogprobs, those of the sampler), over all micro-batches."""
+    batches = make_micro_batches([(t, 1.0, 1.0) for t in trajectories], 400, 0)
+    with torch.no_grad():
+        ours = [TokenLogprobs(model, temperature)(batch)[0] for batch in batches]
+    return torch.cat(ours), torch.cat([batch.old_logprobs for batch in batches])
+
+
+# What is sampled
+
+
+@EACH_KIND
+@pytest.mark.parametrize("temperature", [pytest.param(1.0, marks=pytest.mark.proof), 0.7])
+def test_sampled_logprobs_are_those_that_training_recomputes(kind, temperature):
+    model = model_of(kind)
+    trajectories = play(sampler_of(model, temperature), range(16))
+    ours, theirs = recomputed(model, trajectories, temperature)
+    assert len(ours) > 100
+    assert float(ours.std()) > 0.1
+    assert float((ours - theirs).abs().max()) < 1e-5
+
+
+@pytest.mark.parametrize("kind", ["Mistral", "Qwen3Next", "MiniMax"])
+def test_what_is_sampled_does_not_depend_on_who_shares_the_batch(kind):
+    sampler = sampler_of(model_of(kind))
+    assert sampler.pads == (kind not in PADDING_CHANGES)
+    together = play(sampler, range(5))
+    alone = [play(sampler, [number])[0] for number in range(5)]
+    for a, b in zip(together, alone, strict=True):
+        assert ids_of(a) == ids_of(b)
+        assert np.allclose(a.logprobs, b.logprobs, rtol=0, atol=1e-5)
+
+
+def ids_of(trajectory):
+    return trajectory.completion_ids
+
+
+def test_a_model_that_both_can_serve_says_the_same_through_generate():
+    model = small_model()
+    (ours, theirs) = (
+        play(make(model, END, 0.8, torch.float32), range(64), vocabulary=16)
+        for make in (GenerateSampler, RowSampler)
+    )
+    same = [(a, b) for a, b in zip(ours, theirs, strict=True) if ids_of(a) == ids_of(b)]
+    assert len(same) >= 63
+    for a, b in same:
+        assert np.allclose(a.logprobs, b.logprobs, rtol=0, atol=1e-5)
+
+
+def test_greedy_takes_the_most_likely_token():
+    model = model_of("Gemma3Text")
+    sampler = sampler_of(model, temperature=0.7)
+    episodes = sampler.open([[5, 6, 7], [8] * 9], [1, 2])
+    for prompt, message in zip(
+        ([5, 6, 7], [8] * 9), sampler.sample(episodes, [12, 5], greedy=True), strict=True
+    ):
+        context = list(prompt)
+        for token, logprob in zip(message.ids, message.logprobs, strict=True):
+            with torch.no_grad():
+                logits = model(torch.tensor([context])).logits[0, -1]
+            assert token == int(logits.argmax())
+            assert logprob == pytest.approx(float((logits / 0.7).log_softmax(-1)[token]), abs=1e-5)
+            context.append(token)
+
+
+@pytest.mark.parametrize("make", [RowSampler, GenerateSampler])
+def test_another_stop_ends_a_message_as_the_end_of_turn_does(make):
+    model, stops = small_model(), (3, 5)
+    prompts, limits = [[1 + i % 15, 2] for i in range(48)], [5, 40] * 24
+
+    def said(**settings):
+        sampler = make(model, END, 1.0, torch.float32, **settings)
+        return sampler.sample(sampler.open(prompts, list(range(48))), limits)
+
+    ends = set()
+    for plain, stopped in zip(said(), said(other_stops=stops), strict=True):
+        places = [place for place, token in enumerate(plain.ids) if token in (END, *stops)]
+        length = places[0] + 1 if places else len(plain.ids)
+        assert stopped.ids == plain.ids[:length]
+        assert stopped.logprobs == pytest.approx(plain.logprobs[:length], abs=1e-5)
+        assert stopped.finished == bool(places)
+        ends.add(stopped.ids[-1] if places else None)
+    assert ends == {END, *stops, None}
+
+
+@pytest.mark.parametrize("make", [RowSampler, GenerateSampler])
+def test_top_k_and_top_p_bound_what_is_drawn_and_leave_its_logprobs(make):
+    model = small_model()
+    trajectories = play(make(model, END, 0.8, torch.float32, top_k=4, top_p=0.8), range(40), 16)
+    ours, theirs = recomputed(model, trajectories, 0.8)
+    assert float((ours - theirs).abs().max()) < 1e-5
+    num_tokens = 0
+    for trajectory in trajectories:
+        ids = torch.tensor([[*trajectory.prompt_ids, *trajectory.completion_ids]])
+        with torch.no_grad():
+            logprobs = (model(ids).logits[0] / 0.8).log_softmax(-1)
+        start = len(trajectory.prompt_ids)
+        for place, sampled in enumerate(trajectory.loss_mask, start):
+            if sampled:
+                assert kept(logprobs[place - 1 : place], 4, 0.8)[0, ids[0, place]]
+                num_tokens += 1
+    assert num_tokens > 300
+
+
+def test_a_checkpoints_own_way_to_sample_changes_nothing():
+    model = model_of("Mistral")
+    expected = play(sampler_of(model), range(6))
+    model.generation_config = GenerationConfig(
+        do_sample=True, top_k=1, repetition_penalty=9.0, eos_token_id=3, max_new_tokens=2
+    )
+    assert play(sampler_of(model), range(6)) == expected
+    assert model.generation_config.top_k == 1
+
+
+# How it is computed
+
+
+def test_conversations_can_be_opened_while_others_are_under_way():
+    sampler = sampler_of(model_of("Mistral"))
+    (first,) = sampler.open([[1, 2, 3]], [7])
+    said = sampler.sample([first], [9])[0].ids
+    (second,) = sampler.open([[1, 2, 3]], [7])
+    sampler.extend(first, [4])
+    later, again = sampler.sample([first, second], [9, 9])
+    assert again.ids == said
+    assert later.ids != said
+
+
+def test_the_tokens_that_the_model_is_fed_are_counted():
+    sampler = sampler_of(model_of("Gemma3Text"))
+    last_steps = set()
+    for key in range(20):
+        sampler.num_tokens = sampler.num_padded_tokens = 0
+        episodes = sampler.open([[1, 2, 3], [4]], [key, key + 100])
+        lengths = [len(message.ids) for message in sampler.sample(episodes, [2, 9])]
+        # The last token of a message is not fed yet, and nobody goes on for those at their limit.
+        assert sampler.num_tokens == 3 + 1 + sum(lengths) - 2
+        assert sampler.num_padded_tokens == 2 * 3 + 2 * (max(lengths) - 1)
+        last_steps.add(max(lengths))
+    assert len(last_steps) > 2
+
+
+def test_a_batch_holds_no_more_than_its_share_of_tokens(monkeypatch):
+    sampler = sampler_of(model_of("Mistral"))
+    expected = play(sampler, range(24))
+    padded, sampler.num_padded_tokens = sampler.num_padded_tokens, 0
+    shapes = []
+    sampler.model.model.register_forward_pre_hook(
+        lambda module, args, kwargs: shapes.append(kwargs["input_ids"].shape), with_kwargs=True
+    )
+    monkeypatch.setattr(generate_sampler, "TOKENS_PER_BATCH", 64)
+    assert [ids_of(t) for t in play(sampler, range(24))] == [ids_of(t) for t in expected]
+    assert max(shape.numel() for shape in shapes if shape[0] > 1) <= 64
+    assert sampler.num_padded_tokens < padded
+
+
+def test_a_bf16_sampler_keeps_its_rotary_frequencies_in_fp32():
+    model = model_of("Gemma3Text")
+    sampler = GenerateSampler(model, END, 1.0, torch.bfloat16)
+    assert {parameter.dtype for parameter in sampler.model.parameters()} == {torch.bfloat16}
+    assert {buffer.dtype for buffer in sampler.model.buffers()} == {torch.float32}
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+    ours, theirs = recomputed(model, play(sampler, range(6)))
+    assert float((ours - theirs).abs().mean()) < 0.1
+
+
+# Windows that no episode exceeds
+
+WINDOW = 160  # no conversation of `play` is longer
+PLAIN = {
+    **dict.fromkeys(("Mistral", "Ministral", "Mixtral", "Olmo3", "Phi3", "SmolLM3", "Starcoder2")),
+    **dict.fromkeys(("Qwen2", "Qwen2Moe", "Qwen3", "Qwen3Moe", "Gemma3Text")),
+}
+
+
+def windowed(name: str, window: int = WINDOW):
+    """A model of an architecture in PLAIN_WINDOWS whose first and last layers have windows."""
+    text = {"layer_types": [SLIDING, FULL, SLIDING], "sliding_window": window}
+    values = {**SHAPE, "num_hidden_layers": 3, **text, "use_sliding_window": True}
+    if "Moe" in name:
+        values |= EXPERTS
+    config = getattr(transformers, f"{name}Config")(**values)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = getattr(transformers, f"{name.removesuffix('Text')}ForCausalLM")(config)
+    return model.eval()
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(
+            n, marks=() if n in ("Mistral", "Qwen2Moe", "Gemma3Text") else pytest.mark.proof
+        )
+        for n in PLAIN
+    ],
+)
+def test_episodes_within_the_window_are_sampled_and_trained_as_with_full_attention(name):
+    model = windowed(name)
+    assert model.config.get_text_config().sliding_window == WINDOW
+    sampler = made(model, max_tokens=WINDOW)
+    assert type(sampler) is RowSampler
+    trajectories = play(sampler, range(12))
+    assert max(len(t.prompt_ids) + len(t.completion_ids) for t in trajectories) <= WINDOW
+    ours, theirs = recomputed(windowed(name), trajectories)  # the model's own masks
+    assert float(ours.std()) > 0.1
+    assert float((ours - theirs).abs().max()) < 1e-5
+    module = TokenLogprobs(model, 1.0, max_tokens=WINDOW)
+    assert module.shares_prefixes
+    (batch,) = make_micro_batches([(t, 1.0, 1.0) for t in trajectories], 10**6, 0, False, True)
+    shared = module(batch)[0].detach()
+    assert float((shared - batch.old_logprobs).abs().max()) < 1e-5
+
+
+def test_every_architecture_with_plain_windows_is_tried():
+    assert {windowed(name).config.model_type for name in PLAIN} == capabilities.PLAIN_WINDOWS
+
+
+def test_a_tree_with_a_path_beyond_the_window_is_refused():
+    model = windowed("Gemma3Text", window=6)
+    module = TokenLogprobs(model, 1.0, max_tokens=6)
+    rows = [
+        make_trajectory([1, 2, 3], [token] * length, [1] * length)
+        for token in (4, 5)
+        for length in (3, 4)
+    ]
+    fits, longer = rows[::2], rows[1::2]
+    (batch,) = make_micro_batches([(t, 1.0, 1.0) for t in fits], 10**6, 0, False, True)
+    assert len(module(batch)[0]) == 6
+    (batch,) = make_micro_batches([(t, 1.0, 1.0) for t in longer], 10**6, 0, False, True)
+    with pytest.raises(UserError, match="attention has sliding_window; set it false"):
+        module(batch)
+    assert not TokenLogprobs(model, 1.0, max_tokens=7).shares_prefixes
+
+
+# Which sampler a model gets
+
+
+def made(model, is_main=True, **limits):
+    settings = RolloutSettings(top_k=0 if limits else 5, **limits)
+    return make_sampler(model, chat(), settings, torch.float32, is_main)
+
+
+def test_a_model_gets_the_sampler_that_can_serve_it_and_the_slower_is_told_once(capsys):
+    assert type(made(small_model())) is RowSampler
+    assert capsys.readouterr().err == ""
+    sampler = made(model_of("Mistral"))
+    assert type(sampler) is GenerateSampler
+    assert (sampler.top_k, sampler.top_p, sampler.temperature) == (5, 1.0, 1.0)
+    assert sampler.end_of_turn_id == chat().end_of_turn_id
+    says(capsys.readouterr().err, "MistralForCausalLM", "slower", "sliding_attention")
+    made(model_of("Mistral"), is_main=False)
+    assert capsys.readouterr().err == ""
+
+
+def test_a_model_that_hides_what_it_carries_on_is_refused():
+    config = transformers.RwkvConfig(vocab_size=8, hidden_size=16, num_hidden_layers=2)
+    with pytest.raises(UserError, match="got RwkvForCausalLM, which is recurrent and names no"):
+        capabilities.why_generate(transformers.RwkvForCausalLM(config))
+
+
+def saved(folder, kind: str, **settings) -> str:
+    """A model folder with the embedded tokenizer."""
+    ids = {"eos_token_id": tokenizer().eos_token_id, "pad_token_id": tokenizer().pad_token_id}
+    model_of(kind, vocab_size=len(tokenizer()), **ids, **settings).save_pretrained(folder)
+    tokenizer().save_pretrained(folder)
+    return str(folder)
+
+
+SMALL = {"tasks_per_domain": 8, "eval_tasks_per_domain": 2}
+
+
+def test_check_tries_the_sampler_of_a_window_that_no_episode_exceeds(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    folder = saved(tmp_path, "Gemma3Text", sliding_window=512, layer_types=[SLIDING, FULL, SLIDING])
+    settings = {"model": {"model": folder}, "data": SMALL, "rollout": {"max_tokens": 512}}
+    assert check.main(Config.model_validate(settings)) == 0
+    assert "\nsampling: one key-value cache over all turns\n" in capsys.readouterr().out
+
+
+def test_check_says_that_a_model_is_sampled_through_generate(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    model = {"model": saved(tmp_path, "Mistral")}
+    assert check.main(Config.model_validate({"model": model, "data": SMALL})) == 0
+    said = capsys.readouterr().out
+    assert (
+        "\nsampling: through generate, every message from the start again (slower): its layers are "
+        "sliding_attention; with max_tokens up to its window of 6, one cache would do\n" in said
+    )
+    assert "that a rank has here: fits\n" in said
+
+
+def run_on_this_rank(argv):
+    """The pipeline's `main`; returns what it printed."""
+    sys.stderr = StringIO()
+    train.main(parse(argv))
+    return sys.stderr.getvalue()
+
+
+def test_a_whole_run_of_a_model_with_sliding_windows(tmp_path):
+    """Two real ranks: sampling, an update, evaluations; and one warning."""
+    flags = [
+        *("--model", saved(tmp_path / "model", "Mistral"), "--domains", "airline"),
+        *("--warm-start-steps", "0", "--max-steps", "1", "--tasks-per-step", "2"),
+        *("--num-generations", "2", "--eval-tasks-per-domain", "1", "--eval-trials", "1"),
+        *("--max-turns", "2", "--max-tokens-per-turn", "8", "--tasks-per-domain", "8"),
+        *("--validation-steps", "0", "--report-to", "none", "--output-dir", str(tmp_path / "out")),
+        *("--num-gpus", "2", "--temperature", "0.5", "--no-drop-zero-std-groups"),
+    ]
+    printed = play_ranks(run_on_this_rank, 2, flags, timeout_s=300)
+    assert [text.count("is sampled through generate") for text in printed] == [1, 0], printed
+    lines = (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()
+    steps = [step for step in map(json.loads, lines) if step["kind"] == "train"]
+    assert [step["train/sampling_logp_difference_max"] < 1e-5 for step in steps] == [True]
+
+
+def refused_on_this_rank(argv):
+    """Why the pipeline's `main` refuses a run."""
+    sys.stdout = StringIO()
+    return refusal(train.main, parse(argv))
+
+
+def test_a_run_refuses_a_model_that_scales_its_logits_on_all_ranks_before_it_evaluates(tmp_path):
+    model = saved(tmp_path / "model", "Gemma3Text", final_logit_softcapping=2.0)
+    flags = ["--model", model, "--domains", "airline", "--output-dir", str(tmp_path / "out")]
+    flags += ["--tasks-per-domain", "8", "--eval-tasks-per-domain", "2", "--num-gpus", "2"]
+    said = play_ranks(refused_on_this_rank, 2, flags, timeout_s=300)
+    # A rank whose neighbour was faster says that the neighbour has told why.
+    told = [text for text in said if "Traceback" not in text]
+    assert told
+    for text in told:
+        says(text, "got Gemma3ForCausalLM, whose logits are not those of its", "use another")
+    assert not (tmp_path / "out" / "trajectories").exists()

@@ -1,0 +1,553 @@
+"""VLLMSampler on a stand-in for vLLM; `scripts/proofs/vllm.py` plays the same on vLLM itself."""
+
+import json
+import os
+import re
+import sys
+from contextlib import nullcontext, suppress
+from functools import partial
+from types import SimpleNamespace
+
+import pytest
+import torch
+from accelerate import Accelerator
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, MixtralConfig, Qwen3MoeConfig
+
+from pipeline.common.errors import EngineError, RunError, UserError
+from pipeline.config.settings import Config, ModelSettings, RolloutSettings
+from pipeline.distributed.connect import be_deterministic
+from pipeline.distributed.ranks import Ranks
+from pipeline.models import lora
+from pipeline.models.sampling_copy import trained_weights
+from pipeline.models.tiny import tiny_model
+from pipeline.rollout.samplers import vllm as vllm_sampler
+from pipeline.rollout.samplers.choice import make_sampler
+from pipeline.rollout.samplers.vllm import VLLMSampler
+from pipeline.rollout.trajectory import Trajectory
+from pipeline.training.learner import Probe
+from pipeline.training.token_logprobs import TokenLogprobs
+from pipeline.training.updater import Updater
+from tests.support import ROOT
+from tests.support.helpers import chat, tokenizer
+from tests.support.messages import says
+from tests.support.trial import trial
+from tests.support.warm import play
+
+STAND_IN = str(ROOT / "tests" / "support" / "vllm_stand_in")
+PROMPT = [5, 9, 2, 40, 7]
+EOS = 1
+
+
+@pytest.fixture(autouse=True)
+def vllm(monkeypatch):
+    """The stand-in in place of vLLM, which no later test sees."""
+    for name in [name for name in sys.modules if name.partition(".")[0] == "vllm"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.syspath_prepend(STAND_IN)
+    import vllm
+
+    yield vllm
+    for name in [name for name in sys.modules if name.partition(".")[0] == "vllm"]:
+        del sys.modules[name]
+
+
+def settings(**given):
+    return RolloutSettings.model_validate({"sampler": "vllm", "max_tokens": 96, **given})
+
+
+def made(use_peft=False, tied=True, stops=(EOS,), **given):
+    model = tiny_model(tokenizer(), 1)
+    if not tied:
+        model.config.tie_word_embeddings = False
+        head = model.get_output_embeddings()
+        head.weight = torch.nn.Parameter(head.weight.detach().clone())
+    if use_peft:
+        model = lora.attach(model, ModelSettings(lora_r=4, lora_alpha=16), "base", 1)
+    sampler = VLLMSampler(model, settings(**given), torch.float32, stops)
+    sampler.load_weights(trained_weights(model))
+    return model, sampler
+
+
+@torch.no_grad()
+def moved(model, seed=5, by=0.05):
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter += by * torch.randn(parameter.shape, generator=generator)
+    return model
+
+
+@torch.no_grad()
+def of_model(model, prompt, ids, temperature=1.0):
+    logits = model(torch.tensor([prompt + ids])).logits[0, len(prompt) - 1 : -1] / temperature
+    return logits.log_softmax(-1).gather(-1, torch.tensor(ids)[:, None])[:, 0]
+
+
+def message(sampler, key, room=12, prompt=PROMPT, num_drawn=0, **given):
+    (conversation,) = sampler.open([prompt], [key], [num_drawn])
+    (said,) = sampler.sample([conversation], [room], **given)
+    sampler.close(conversation)
+    return said
+
+
+# Draws
+
+
+def test_a_message_is_drawn_alone_as_beside_others_and_with_the_models_log_probabilities():
+    model, sampler = made(temperature=0.8)
+    alone = [message(sampler, key) for key in range(6)]
+    conversations = sampler.open([PROMPT] * 6, list(range(6)))
+    beside = sampler.sample(conversations, [12] * 6)
+    assert [m.ids for m in beside] == [m.ids for m in alone]
+    assert len({tuple(m.ids) for m in alone}) == 6
+    for said in alone:
+        expected = of_model(model, PROMPT, said.ids, 0.8)
+        assert torch.allclose(torch.tensor(said.logprobs), expected, atol=1e-5)
+
+
+def test_a_conversation_goes_on_with_fresh_draws_as_one_that_was_opened_again():
+    _, sampler = made()
+    (conversation,) = sampler.open([PROMPT], [3])
+    (first,) = sampler.sample([conversation], [5])
+    sampler.extend(conversation, [11, 12])
+    (second,) = sampler.sample([conversation], [5])
+    again = message(sampler, 3, 5, [*PROMPT, *first.ids, 11, 12], num_drawn=len(first.ids))
+    assert second.ids == again.ids
+    other = message(sampler, 3, 5, [*PROMPT, *first.ids, 11, 12])  # as if nothing were drawn
+    assert other.ids != again.ids
+
+
+def test_a_call_returns_when_enough_messages_are_complete_and_the_next_goes_on():
+    _, sampler = made()
+    keys = [1, 2, 3, 4]
+    whole = [message(sampler, key, room) for key, room in zip(keys, (3, 9, 6, 12), strict=True)]
+    conversations = sampler.open([PROMPT] * 4, keys)
+    rooms = [3, 9, 6, 12]
+    said = sampler.sample(conversations, rooms, until=2)
+    assert [one is not None for one in said] == [True, False, True, False]
+    left = [conversations[1], conversations[3]]
+    rest = sampler.sample(left, [9, 12])
+    assert [said[0].ids, rest[0].ids, said[2].ids, rest[1].ids] == [one.ids for one in whole]
+
+
+def test_each_of_several_ends_finishes_a_message_and_a_cut_one_is_not_finished():
+    stops = (EOS, *range(100, 160))
+    _, sampler = made(stops=stops, temperature=3.0)
+    said = [message(sampler, key, 20) for key in range(12)]
+    whole = [one for one in said if one.finished]
+    assert 0 < len(whole) < len(said) and len({one.ids[-1] for one in whole}) > 1
+    for one in said:
+        assert (one.ids[-1] in stops) == one.finished
+        assert one.finished or len(one.ids) == 20
+        assert not any(token in stops for token in one.ids[:-1])
+
+
+def test_greedy_takes_the_likeliest_whatever_the_key_and_top_k_keeps_few():
+    model, sampler = made(top_k=2, temperature=2.0)
+    greedy = [message(sampler, key, greedy=True) for key in (1, 2)]
+    assert greedy[0].ids == greedy[1].ids
+    with torch.no_grad():
+        ids = PROMPT + greedy[0].ids
+        best = model(torch.tensor([ids])).logits[0].argmax(-1)[len(PROMPT) - 1 : -1]
+    assert best.tolist() == greedy[0].ids
+    firsts = {message(sampler, key, 1).ids[0] for key in range(30)}
+    assert len(firsts) == 2
+
+
+FEWER = [
+    {"top_p": 0.6},
+    {"top_k": 3},
+    {"top_p": 0.9, "top_k": 20, "temperature": 1.7},
+    {"top_k": 1},
+]
+FEWER += [{"top_p": 0.95, "temperature": 0.4}, {"temperature": 2.5}]
+
+
+@pytest.mark.parametrize("given", FEWER, ids=str)
+@pytest.mark.parametrize("greedy", [False, True])
+def test_log_probabilities_are_of_all_tokens_whatever_top_k_and_top_p_leave(given, greedy):
+    model, sampler = made(**given)
+    own = make_sampler(model, chat(), settings(sampler="own", **given), torch.float32, False)
+    sampler.logprobs(PROMPT)  # which are at temperature 1
+    for key in range(4):
+        said = message(sampler, key, greedy=greedy)
+        expected = of_model(model, PROMPT, said.ids, given.get("temperature", 1.0))
+        assert torch.allclose(torch.tensor(said.logprobs), expected, atol=1e-5)
+        same = message(own, key, greedy=greedy)
+        expected = of_model(model, PROMPT, same.ids, given.get("temperature", 1.0))
+        assert torch.allclose(torch.tensor(same.logprobs), expected, atol=1e-5)
+
+
+def test_top_p_and_top_k_leave_the_likeliest_at_the_sampling_temperature():
+    model, sampler = made(top_p=0.5, top_k=150, temperature=3.0)
+    with torch.no_grad():
+        logits = model(torch.tensor([PROMPT])).logits[0, -1] / 3.0
+    likely, order = logits.softmax(-1).sort(descending=True)
+    before = likely[:150].cumsum(-1) - likely[:150]
+    left = order[:150][before < 0.5 * likely[:150].sum()].tolist()
+    drawn = [message(sampler, key, 1).ids[0] for key in range(60)]
+    assert 1 < len(left) < 150 and {*drawn} <= {*left}
+    assert len({*drawn}) > 20
+
+
+@pytest.mark.parametrize(
+    "mode", ["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
+)
+@pytest.mark.parametrize("given", [{"top_p": 0.6}, {"top_k": 3, "temperature": 1.7}], ids=str)
+def test_with_equal_weights_the_correction_changes_no_gradient(given, mode):
+    model, sampler = made(**given)
+    rows = [Trajectory(domain="", task_id="", prompt_ids=PROMPT) for _ in range(4)]
+    for key, row in enumerate(rows):
+        said = message(sampler, key, 24)
+        row.append(said.ids, said.logprobs)
+    found = []
+    for corrects in (True, False):
+        grpo = {"vllm_importance_sampling_mode": mode, "max_tokens_per_microbatch": 4096}
+        grpo["vllm_importance_sampling_correction"] = corrects
+        config = Config.model_validate({"grpo": grpo, "rollout": {"sampler": "vllm", **given}})
+        module = TokenLogprobs(model, config.rollout.temperature)
+        updater = Updater(Accelerator(), module, Ranks(0, 1, 60), config, 0)
+        found.append(updater.update_policy(rows, [1.0, -1.0, 0.5, -0.5], learning_rate=0.0))
+    corrected, plain = found
+    name = "train/importance_sampling_ratio_"
+    for kind in ("min", "mean", "max"):
+        assert corrected[name + kind] == pytest.approx(1, abs=1e-3)
+    assert corrected["train/grad_norm"] == pytest.approx(plain["train/grad_norm"], rel=1e-3)
+
+
+def test_an_aborted_message_leaves_nothing_and_counts_are_of_what_was_computed():
+    _, sampler = made()
+    conversations = sampler.open([PROMPT] * 2, [1, 2])
+    sampler.sample(conversations, [2, 30], until=1)
+    for conversation in conversations:
+        sampler.close(conversation)
+    sampler.load_weights(trained_weights(tiny_model(tokenizer(), 2)))  # asserts that none is open
+    before = sampler.num_tokens
+    sampler.logprobs(PROMPT)
+    assert sampler.num_tokens == before
+    said = message(sampler, 1, 4)
+    assert sampler.num_tokens - before == len(PROMPT) + len(said.ids) - 1
+
+
+# Weights
+
+
+def checked(model, sampler):
+    probe = Probe(chat(), torch.float32)
+    check = partial(probe.check, sampler, TokenLogprobs(model, 1.0), Accelerator(), "step 3")
+    check()
+    return check
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_new_weights_arrive_tied_or_not(tied):
+    model, sampler = made(tied=tied)
+    check = checked(model, sampler)
+    moved(model)
+    with pytest.raises(RunError, match="did not get all weights"):
+        check()
+    sampler.load_weights(trained_weights(model))
+    check()
+    said = message(sampler, 1)
+    expected = of_model(model, PROMPT, said.ids)
+    assert torch.allclose(torch.tensor(said.logprobs), expected, atol=1e-4)
+
+
+def test_a_weight_that_stays_behind_is_found_whichever_it_is():
+    """Also the copy of a tied output layer, which has no name of its own."""
+    model, sampler = made()
+    check = checked(model, sampler)
+    names = [name for name, _ in trained_weights(model)] + ["lm_head.weight"]
+    kinds = {name.split(".layers.")[0] + name.rpartition(".layers.0.")[2]: name for name in names}
+    real = sampler._with_head
+    for seed, left_out in enumerate(kinds.values()):
+        moved(model, seed)
+        sampler._with_head = lambda weights, out=left_out: (p for p in real(weights) if p[0] != out)
+        sampler.load_weights(trained_weights(model))
+        with pytest.raises(RunError, match="did not get all weights"):
+            check()
+        sampler._with_head = real
+        sampler.load_weights(trained_weights(model))
+        check()
+
+
+def test_adapters_arrive_without_their_base_and_are_scaled_once(vllm):
+    model, sampler = made(use_peft=True)
+    check = checked(model, sampler)
+    for seed, by in enumerate((0.05, 1e-3)):
+        moved(model, seed, by)
+        before = {name: tensor.clone() for name, tensor in trained_weights(model)}
+        sampler.load_weights(trained_weights(model))
+        check()
+        assert all(torch.equal(before[name], tensor) for name, tensor in trained_weights(model))
+        said = message(sampler, seed)
+        expected = of_model(model, PROMPT, said.ids)
+        assert torch.allclose(torch.tensor(said.logprobs), expected, atol=1e-4)
+    (engine,) = vllm.ENGINES[-1:]
+    assert len(engine.adapters) == 1
+    assert engine.arguments.max_lora_rank == 8
+
+
+@pytest.mark.parametrize("fault", ["scaled twice", "one projection missing"])
+def test_adapters_that_arrive_wrongly_are_found(fault):
+    model, sampler = made(use_peft=True)
+    check = checked(model, sampler)
+    moved(model)
+    wrong = dict(trained_weights(model))
+    if fault == "scaled twice":
+        wrong = {n: t * (4 if "lora_B" in n else 1) for n, t in wrong.items()}
+    else:
+        wrong = {n: t * ("layers.1.self_attn.v_proj" not in n) for n, t in wrong.items()}
+    sampler.load_weights(iter(wrong.items()))
+    with pytest.raises(RunError, match="did not get all weights"):
+        check()
+
+
+@pytest.mark.parametrize("use_peft", [False, True], ids=["whole", "adapters"])
+def test_on_a_gpu_the_engine_sleeps_while_the_update_runs(vllm, use_peft, monkeypatch):
+    model, sampler = made(use_peft=use_peft)
+    monkeypatch.setattr(sampler, "_is_on_cpu", False)
+    check = checked(model, sampler)
+    (engine,) = vllm.ENGINES[-1:]
+    for seed in range(2):
+        sampler.rest()
+        sampler.rest()  # as in a step of several updates
+        assert engine.asleep == {"weights", "kv_cache"}
+        moved(model, seed)
+        sampler.load_weights(trained_weights(model))
+        assert not engine.asleep
+        check()
+
+
+@pytest.mark.parametrize("kind", [Qwen3MoeConfig, MixtralConfig])
+def test_experts_travel_with_the_names_of_a_models_files_and_not_on_a_cpu(kind, tmp_path):
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "head_dim": 8}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_experts_per_tok": 2}
+    experts = {"num_experts": 4, "num_local_experts": 4, "moe_intermediate_size": 16}
+    model = AutoModelForCausalLM.from_config(kind(vocab_size=99, **sizes, **heads, **experts))
+    model.save_pretrained(tmp_path)
+    kept = load_file(tmp_path / "model.safetensors")
+    sent = dict(vllm_sampler.as_in_files(model, trained_weights(model)))
+    assert {name for name in kept if ".experts.3." in name} and sent.keys() == kept.keys()
+    assert all(sent[name].equal(tensor) for name, tensor in kept.items())
+    with pytest.raises(UserError, match="vllm, which on CPUs keeps the first weights of experts"):
+        VLLMSampler(model, settings(), torch.float32, [EOS])
+
+
+# What it refuses
+
+
+def refused(**given):
+    model = tiny_model(tokenizer(), 1)
+    with pytest.raises(UserError) as caught:
+        make_sampler(model, chat(), settings(**given), torch.float32, False)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_what_does_not_serve_is_one_line(vllm, monkeypatch):
+    for version in ("0.9.1", "0.33.0"):
+        with monkeypatch.context() as patch:
+            patch.setattr(vllm, "__version__", version)
+            says(refused(), f"sampler: got vLLM {version}; install 0.32 or later, below 0.33")
+    with monkeypatch.context() as patch:
+        patch.setattr(vllm.ModelRegistry, "get_supported_archs", lambda: {"GPT9"})
+        says(refused(), "got vllm, which does not know Qwen3ForCausalLM; set own")
+    with monkeypatch.context() as patch:
+        patch.setattr(vllm, "FAULTS", ["memory"])
+        says(refused(vllm_memory=0.2), "vLLM does not start", "change vllm_memory, now 0.2")
+    for name in [name for name in sys.modules if name.partition(".")[0] == "vllm"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    says(refused(), "got vllm, which is not installed; pip install 'three-domain-grpo[vllm]'")
+
+
+@pytest.mark.parametrize(("fault", "why"), [("step", "EngineDeadError"), ("abort", "'abort'")])
+def test_an_engine_that_fails_ends_the_run_by_name(vllm, monkeypatch, fault, why):
+    _, sampler = made()
+    monkeypatch.setattr(vllm, "FAULTS", [fault])
+    with pytest.raises(RunError, match=why):
+        message(sampler, 1)
+
+
+def change(reply, **changes):
+    """Change a whole message of the engine, not its answer to `logprobs`."""
+    (completion,) = reply.outputs
+    if reply.finished and reply.prompt_logprobs is None:
+        for name, value in changes.items():
+            of = reply if hasattr(reply, name) else completion
+            setattr(of, name, value(getattr(of, name)))
+
+
+WRONG = {
+    "no log-probabilities": {"logprobs": lambda x: None},
+    "too few log-probabilities": {"logprobs": lambda x: x[1:]},
+    "those of other tokens": {"logprobs": lambda x: [{-5: of[next(iter(of))]} for of in x]},
+    "numbers": {"logprobs": lambda x: [-0.5 for _ in x]},
+    "no number": {
+        "logprobs": lambda x: [{t: SimpleNamespace(logprob=None) for t in of} for of in x]
+    },
+    "tokens as text": {"token_ids": lambda x: [str(token) for token in x]},
+    "tokens as floats": {"token_ids": lambda x: [float(token) for token in x]},
+    "two messages": {"outputs": lambda x: x * 2},
+    "another request": {"request_id": lambda x: "of another"},
+    "no prompt": {"prompt_token_ids": lambda x: None},
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_a_reply_of_another_form_ends_the_run_by_name(vllm, monkeypatch, what):
+    _, sampler = made()
+    monkeypatch.setattr(vllm, "REPLIES", [partial(change, **WRONG[what])])
+    (conversation,) = sampler.open([PROMPT], [1])
+    with pytest.raises(EngineError, match=r"^vLLM's engine replied in another form: [^\n]+$"):
+        sampler.sample([conversation], [12])
+    with suppress(EngineError):
+        sampler.close(conversation)  # as a run does that ends
+
+
+@pytest.mark.parametrize("times", [0, 13])
+def test_a_message_without_tokens_or_with_too_many_ends_the_run_by_name(vllm, monkeypatch, times):
+    _, sampler = made()
+    longer = {name: lambda x: (x * 13)[:times] for name in ("token_ids", "logprobs")}
+    monkeypatch.setattr(vllm, "REPLIES", [partial(change, **longer)])
+    why = f"^vLLM's engine sampled {times} tokens, and 1 to 12 were asked$"
+    with pytest.raises(EngineError, match=why):
+        message(sampler, 1)
+
+
+@pytest.mark.parametrize("token", [-1, 100_000])
+def test_a_token_outside_the_vocabulary_ends_the_run_by_name(vllm, monkeypatch, token):
+    model, sampler = made()
+    size = model.config.vocab_size
+    found = {"logprobs": lambda x: [{size - 1: vllm.Logprob(-0.5), token: vllm.Logprob(-0.5)}]}
+    monkeypatch.setattr(vllm, "REPLIES", [partial(change, token_ids=lambda x: [size - 1], **found)])
+    assert message(sampler, 1).ids == [size - 1]
+    monkeypatch.setattr(vllm, "REPLIES", [partial(change, token_ids=lambda x: [token], **found)])
+    why = f"vLLM sampled the token {token}, and the vocabulary ends at {size}"
+    with pytest.raises(EngineError, match=why):
+        message(sampler, 1)
+
+
+CALLS = {"add_request": [], "add_lora": ["--use-peft"], "collective_rpc": []}
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_at_the_start_an_engine_that_fails_is_named_and_not_the_model(vllm, monkeypatch, call):
+    def fails(*_, **__):
+        raise ValueError("no room\nfor this")
+
+    monkeypatch.setattr(vllm.LLMEngine, call, fails)
+    with pytest.raises(EngineError, match=r"^vLLM's engine failed: no room$"):
+        trial(tiny_model(tokenizer(), 1), "--sampler", "vllm", *CALLS[call])
+
+
+def test_at_the_start_sampler_and_training_agree_with_top_p_and_another_gap_names_the_sampler(
+    vllm, monkeypatch
+):
+    flags = ["--sampler", "vllm", "--top-p", "0.6", "--top-k", "40", "--temperature", "1.5"]
+    trial(tiny_model(tokenizer(), 1), *flags)
+    far = {
+        "logprobs": lambda x: [{t: vllm.Logprob(v.logprob - 1) for t, v in o.items()} for o in x]
+    }
+    monkeypatch.setattr(vllm, "REPLIES", [partial(change, **far)])
+    with pytest.raises(UserError, match=r"differ by 1 nats .* or set sampler own or use another"):
+        trial(tiny_model(tokenizer(), 1), *flags)
+
+
+@pytest.mark.parametrize(
+    ("sampler", "capability", "why"),
+    [
+        ("vllm", (9, 0), None),
+        (
+            "vllm",
+            (7, 5),
+            "deterministic: vLLM needs GPUs of compute capability 8.0 or more; got T4",
+        ),
+        ("own", (9, 0), "deterministic: works on CPU ranks, or with sampler vllm"),
+    ],
+)
+def test_a_deterministic_run_on_gpus_asks_vllm_for_batch_invariance(
+    sampler, capability, why, monkeypatch
+):
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "0")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "T4")
+    with pytest.raises(UserError, match=why) if why else nullcontext():
+        be_deterministic(sampler, torch.device("cuda"))
+    assert os.environ["VLLM_BATCH_INVARIANT"] == ("0" if why else "1")
+
+
+def test_other_samplers_are_chosen_by_name(capsys):
+    model = tiny_model(tokenizer(), 1)
+    named = {
+        name: make_sampler(model, chat(), settings(sampler=name), torch.float32, True)
+        for name in ("auto", "own", "generate")
+    }
+    assert [type(sampler).__name__ for sampler in named.values()] == [
+        *("RowSampler", "RowSampler", "GenerateSampler")
+    ]
+    assert "the setting sampler asks for it" in capsys.readouterr().err
+
+
+# Whole runs
+
+RUN = [
+    *("--domains", "airline", "--tasks-per-domain", "8", "--tasks-per-step", "2"),
+    *("--num-generations", "2", "--max-turns", "5", "--max-tokens-per-turn", "12"),
+    *("--eval-tasks-per-domain", "1", "--eval-trials", "1", "--validation-steps", "0"),
+    *("--warm-start-steps", "2", "--warm-start-batch-size", "2", "--max-steps", "2"),
+    *("--report-to", "none", "--no-drop-zero-std-groups", "--save-steps", "1"),
+    *("--sampler", "vllm", "--vllm-memory", "0.1", "--output-dir", "out", "--deterministic"),
+    *("--top-p", "0.9", "--temperature", "1.2"),
+]
+
+
+def records(folder):
+    return list(map(json.loads, (folder / "out" / "metrics.jsonl").read_text().splitlines()))
+
+
+def play_beside_the_stand_in(*arguments, folder, **given):
+    folder.mkdir(exist_ok=True)
+    with suppress(FileExistsError):
+        (folder / "vllm").symlink_to(f"{STAND_IN}/vllm")  # ranks import from this folder
+    return play(*arguments, cwd=folder, **given)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [pytest.param([], marks=pytest.mark.proof), ["--use-peft"]],
+    ids=["whole", "adapters"],
+)
+def test_an_engine_that_fails_is_named_and_ranks_and_the_resume_change_no_draw(flags, tmp_path):
+    one, two = tmp_path / "one", tmp_path / "two"
+    play_beside_the_stand_in(*RUN, *flags, folder=one, num_ranks=1)
+    found = records(one)
+    steps = [line for line in found if line["kind"] == "train"]
+    assert [line["step"] for line in steps] == [1, 2]
+    assert all(line["train/grad_norm"] > 0 for line in steps)
+    assert all(line["train/sampling_logp_difference_max"] < 1e-4 for line in steps)
+
+    two.mkdir()
+    (two / "trouble").write_text("fault")
+    said = play_beside_the_stand_in(*RUN, *flags, folder=two, code=1).stderr
+    why = r"error: vLLM's engine failed: EngineDeadError: the engine is gone \(rank 1 on \S+, "
+    assert re.search(rf"^{why}in sample airline step 2\)$", said, re.MULTILINE)
+    (two / "trouble").unlink()
+    resume = ("--output-dir", "out", "--resume-from-checkpoint", "step-000001")
+    play_beside_the_stand_in(*resume, folder=two)
+    assert found == records(two)
+
+
+@pytest.mark.proof  # it takes the timeout
+def test_an_engine_that_hangs_is_named_with_its_rank_and_step(tmp_path):
+    (tmp_path / "trouble").write_text("hang")
+    flags = [*RUN, "--timeout", "20", "--call-timeout", "5"]
+    with pytest.raises(AssertionError, match="'rank 1 said nothing'") as ended:  # by force
+        play_beside_the_stand_in(*flags, folder=tmp_path, code=1)
+    said = str(ended.value)
+    # Its own watchdog says so, or rank 0 that waits for it: who is first is not decided.
+    told = r"(hangs in|did not come to 'end of rollouts': it is in) sample airline step 2"
+    assert re.search(rf"rank 1 on \S+ \(pid \d+\) {told}", said)
+    assert "vllm_sampler.py" in said  # the stack

@@ -1,0 +1,73 @@
+"""Advantages: literal numbers."""
+
+import pytest
+import torch
+
+from pipeline.training.grpo import group_advantages, in_baseline, zero_std_groups
+
+REWARDS = torch.tensor([1.0, 0.0, 0.0, 1.0, 3.0, 1.0, 1.0, 1.0])  # two groups of four
+
+
+def values(*arguments, **options):
+    return group_advantages(*arguments, **options).tolist()
+
+
+def test_a_reward_counts_against_its_siblings_in_units_of_their_deviation():
+    # means 0.5 and 1.5, unbiased deviations 0.57735 and 1.0, each plus 0.0001
+    expected = [0.865875, -0.865875, -0.865875, 0.865875, 1.49985, -0.49995, -0.49995, -0.49995]
+    assert values(REWARDS, 4) == pytest.approx(expected, abs=1e-6)
+
+
+def test_without_scaling_only_the_mean_is_taken_off():
+    expected = [0.5, -0.5, -0.5, 0.5, 1.5, -0.5, -0.5, -0.5]
+    assert values(REWARDS, 4, "none") == pytest.approx(expected)
+
+
+def test_the_deviation_of_the_whole_step_can_be_used_instead():
+    expected = [1.0, -1.0, -1.0, 1.0, 3.0, -1.0, -1.0, -1.0]
+    assert values(REWARDS, 4, "batch", batch_std=0.4999) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("scale", ["group", "none"])
+def test_a_group_of_equal_rewards_has_no_advantages(scale):
+    assert values(torch.full((8,), 0.3), 8, scale) == pytest.approx([0.0] * 8, abs=1e-3)
+
+
+def test_a_group_is_dead_where_all_siblings_earned_the_same():
+    rewards = torch.tensor([1.0, 1.0, 0.0, 1.0, 0.0, 0.0])
+    assert zero_std_groups(rewards, 2).tolist() == [True, True, False, False, True, True]
+
+
+def test_a_rank_without_groups_has_no_advantages():
+    assert values(torch.tensor([]), 8) == []
+    assert zero_std_groups(torch.tensor([]), 8).tolist() == []
+    assert in_baseline(torch.tensor([], dtype=torch.bool), 8).tolist() == []
+
+
+# One left out beside 1, 0, 0; one alone; two that earned the same; a whole group
+MIXED = torch.tensor([1.0, 0, 0, 0, 1, 0, 0, 0, 0, 0, 1, 1, 1, 0, 0, 1])
+LEFT_OUT = [False, True, False, False, False, True, True, True, True, True] + [False] * 6
+
+
+def test_what_is_left_out_has_no_part_in_its_groups_mean_and_deviation():
+    counted = in_baseline(torch.tensor(LEFT_OUT), 4)
+    assert counted.tolist() == [True, False, True, True] + 6 * [False] + 6 * [True]
+    found = values(MIXED, 4, counted=counted)
+    assert found[:4] == pytest.approx([1.154500, 0, -0.577250, -0.577250], abs=1e-6)
+    assert found[4:12] == [0.0] * 8
+    assert found[12:] == values(MIXED[12:], 4)
+    assert values(MIXED, 4, "batch", batch_std=0.4999, counted=counted)[0] == pytest.approx(4 / 3)
+
+
+@pytest.mark.parametrize(
+    "counted", [~torch.tensor(LEFT_OUT), in_baseline(torch.tensor(LEFT_OUT), 4)]
+)
+def test_a_group_is_dead_where_fewer_than_two_count_or_those_earned_the_same(counted):
+    assert zero_std_groups(MIXED, 4, counted)[::4].tolist() == [False, True, True, False]
+
+
+@pytest.mark.parametrize("scale", [1e-9, 1e30])
+def test_advantages_do_not_depend_on_the_rewards_size_where_there_is_one(scale):
+    rewards = torch.tensor([-3.5, 0.0, 7.2, 7.2], dtype=torch.float64) * scale
+    expected = [-1.165, -0.512, 0.838, 0.838] if scale > 1 else [-6.2e-5, -2.7e-5, 4.5e-5, 4.5e-5]
+    assert values(rewards, 4) == pytest.approx(expected, rel=0.02)

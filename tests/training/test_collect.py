@@ -1,0 +1,389 @@
+"""Zero-std groups are replaced by others of their domain, the same ones on any number of ranks."""
+
+import json
+import shutil
+import threading
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pipeline.common.errors import UserError
+from pipeline.config.cli import parse
+from pipeline.config.settings import Config
+from pipeline.data.curriculum import Stage
+from pipeline.data.rng import stream_key
+from pipeline.data.tasks import Task
+from pipeline.distributed.connect import connect
+from pipeline.distributed.ranks import Ranks
+from pipeline.environments.tools import Outage
+from pipeline.report.progress import StageProgress
+from pipeline.rollout.trajectory import Trajectory
+from pipeline.training.collect import RolloutBatch, collect_rollouts, give_advantages
+from pipeline.training.step_metrics import rollout_metrics
+from scripts.proofs.ranks import play_ranks
+from scripts.proofs.runs import play_run
+from tests.support.coin import COIN, warm_started
+from tests.support.helpers import (
+    Desk,
+    ScriptedSampler,
+    call,
+    chat,
+    make_task,
+    rollout_of,
+    say,
+)
+
+pytestmark = pytest.mark.whole_run
+
+# A step whose episodes are scripted. Two siblings each; what they earn stands in the task's id.
+
+STAGE = Stage(
+    index=0,
+    name="all",
+    own=("left", "right"),
+    difficulty="medium",
+    groups={"left": 4, "right": 3},
+    num_steps=9,
+)
+SAID = {"dead": ("no", "no"), "won": ("done", "done"), "live": ("done", "no")}
+
+
+def tasks_of(domain: str, kinds: str) -> list[Task]:
+    names = {"d": "dead", "w": "won", "l": "live"}
+    return [make_task(f"{names[k]}-{i}", domain=domain) for i, k in enumerate(kinds)]
+
+
+SOURCES = {"left": tasks_of("left", "dlwdldlddwdlwddl"), "right": tasks_of("right", "dwdld")}
+
+
+def run_of(ranks: Ranks, sources: Mapping[str, list[Task]] = SOURCES, **grpo: Any) -> Any:
+    """What collecting rollouts takes, with a policy that says what the tasks ask for."""
+    settings = {"dynamic_sampling": True, **grpo}
+    config = Config.model_validate(
+        {
+            "grpo": settings,
+            "rollout": {"num_generations": 2},
+            "data": {
+                "domains": list(sources),
+                "environments": dict.fromkeys(sources, "tests.support.helpers:Desk"),
+            },
+        }
+    )
+    scripts = {
+        stream_key(1, "rollout", "all", step, *task.key, k): [say(text)]
+        for step in range(9)
+        for tasks in sources.values()
+        for task in tasks
+        for k, text in enumerate(SAID[task.id.partition("-")[0]])
+    }
+    environments: dict[str, type[Any]] = dict.fromkeys(sources, Desk)
+    rollout = rollout_of(ScriptedSampler(scripts), chat(), environments, config.rollout)
+    return SimpleNamespace(config=config, ranks=ranks, sources=sources, rollout=rollout)
+
+
+def collect(run: Any, stage: Stage = STAGE, step: int = 0) -> RolloutBatch:
+    return collect_rollouts(run.rollout, run.ranks, run.config, stage, step, run.sources)
+
+
+def kept_of(played: RolloutBatch) -> list[bool]:
+    return [sample.kept for sample in played.samples]
+
+
+def metrics_of(run: Any, batch: RolloutBatch) -> dict[str, float]:
+    metrics, counts = rollout_metrics(batch, run.ranks, run.config)
+    assert sum(episodes for episodes, _ in counts.values()) >= len(batch.trajectories)
+    assert sum(errors for _, errors in counts.values()) == metrics["rollout/environment_errors"]
+    return metrics
+
+
+def alone(**settings: Any) -> Any:
+    return run_of(Ranks(0, 1, 60), **settings)
+
+
+def groups_of(played: RolloutBatch) -> list[tuple[str, str]]:
+    return [(t.domain, t.task_id) for t in played.trajectories[::2]]
+
+
+def live(group: tuple[str, str]) -> bool:
+    return group[1].startswith("live")
+
+
+def test_without_it_a_step_is_the_stages_own_groups_and_dead_ones_stay():
+    run = alone(dynamic_sampling=False)
+    played = collect(run)
+    assert played.rounds == [7] and played.num_first == 14
+    assert [domain for domain, _ in groups_of(played)] == ["left"] * 4 + ["right"] * 3
+    assert not all(map(live, groups_of(played))) and all(kept_of(played))
+    assert "rollout/rounds" not in metrics_of(run, played)
+
+
+def test_dead_groups_are_replaced_by_tasks_of_their_domain_that_the_step_has_not_had():
+    played = collect(alone())
+    assert [f"{domain} {name}" for domain, name in groups_of(played)] == [
+        *("left won-2", "left live-11", "left dead-5", "left dead-8"),
+        *("right dead-0", "right live-3", "right dead-2"),
+        *("left dead-0", "left live-1", "left dead-7", "right dead-4", "right won-1"),
+        *("left won-12", "left dead-3"),  # the right has had its five tasks
+        *("left live-6", "left live-15"),
+    ]
+    assert played.rounds == [7, 5, 2, 2]
+    assert kept_of(played) == [live(group) for group in groups_of(played) for _ in range(2)]
+
+
+def test_no_more_rounds_are_played_than_allowed_and_none_when_all_groups_live():
+    assert len(collect(alone()).rounds) == 4
+    assert len(collect(alone(max_resample_times=1)).rounds) == 2
+    lively = {"left": tasks_of("left", "llll"), "right": tasks_of("right", "lll")}
+    assert collect(alone(sources=lively)).rounds == [7]
+    exhausted = {"left": tasks_of("left", "dddd"), "right": tasks_of("right", "ddw")}
+    played = collect(alone(sources=exhausted))
+    assert (played.rounds, any(kept_of(played))) == ([7], False)
+
+
+def test_rewards_and_dead_groups_are_logged_of_the_stages_own_groups_by_domain(capsys):
+    run, plain = alone(), alone(dynamic_sampling=False)
+    played = collect(run)
+    found = metrics_of(run, played)
+    assert {k: v for k, v in found.items() if k in EXPECTED} == pytest.approx(EXPECTED)
+    StageProgress("all", 1, is_main=True).step(found)
+    assert "reward left 0.38 right 0.17  replaced 9 groups" in capsys.readouterr().err
+    without = metrics_of(plain, collect(plain))
+    assert 0 < without.pop("train/num_tokens") < found["train/num_tokens"]  # all that were played
+    assert without == {key: found[key] for key in without}
+
+
+EXPECTED = {  # of the first seven groups above
+    "reward/mean": 4 / 14,
+    "reward/left": 3 / 8,
+    "reward/right": 1 / 6,
+    "rollout/episodes": 14,
+    "rollout/frac_reward_zero_std": 5 / 7,
+    "rollout/frac_reward_zero_std/left": 3 / 4,
+    "rollout/all_failed": 4 / 7,
+    "rollout/all_failed/left": 2 / 4,
+    "rollout/all_failed/right": 2 / 3,
+    "rollout/all_solved": 1 / 7,
+    "rollout/all_solved/left": 1 / 4,
+    "rollout/all_solved/right": 0,
+    "rollout/rounds": 3,
+    "rollout/replaced_groups": 9,
+    "rollout/extra_episodes": 18,
+}
+
+
+# What environments fail at
+
+
+class Office(Desk):
+    """Pays what was said; a tool and some words break it, one of them through no fault of whose."""
+
+    def jam(self) -> str:
+        """Jam the printer for good, where there is one."""
+        threading.Event().wait(9)
+        return "jammed"
+
+    def get_reward(self) -> float:
+        if self.final_message == "outage":
+            raise Outage("the ledger is not there")
+        return float(self.final_message)  # a word that is no number breaks it
+
+
+def office(*said: str) -> tuple[list[Trajectory], list[float], list[bool], dict[str, float]]:
+    """One group that says this: its episodes, advantages, whether they train, metrics."""
+    sources = {"left": [make_task("live-0", domain="left")]}
+    run = alone(sources=sources, dynamic_sampling=False)
+    limits = run.config.rollout.model_copy(
+        update={"num_generations": len(said), "call_timeout": 0.2}
+    )
+    run.config = run.config.model_copy(update={"rollout": limits})
+    keys = [stream_key(1, "rollout", "all", 0, "left", "live-0", k) for k in range(len(said))]
+    scripts = {
+        key: [call("jam") if text == "jam" else say(text)]
+        for key, text in zip(keys, said, strict=True)
+    }
+    sampler: Any = ScriptedSampler(scripts)
+    run.rollout = rollout_of(sampler, chat(), {"left": Office}, limits)
+    played = collect(run, replace(STAGE, own=("left",), groups={"left": 1}))
+    give_advantages(played, run.ranks, run.config, 0)
+    advantages = [sample.advantage for sample in played.samples]
+    return played.trajectories, advantages, kept_of(played), metrics_of(run, played)
+
+
+@pytest.mark.parametrize(
+    ("how", "others"),
+    [
+        ("jam", ("1", "0", "1")),
+        ("boom", ("-3.5", "7.2", "0")),
+        ("nan", ("-3.5", "-1", "-2")),
+    ],
+)
+def test_a_policy_that_breaks_its_environment_gains_nothing_by_it(how, others):
+    _, others_alone, _, _ = office(*others)
+    trajectories, advantages, kept, metrics = office(*others, how)
+    worst = min(trajectories[:3], key=lambda t: t.reward).reward
+    assert trajectories[3].reward == min(0.0, worst)
+    assert kept == [True] * 4 and advantages[3] == min(advantages) < -0.5
+    assert metrics["rollout/environment_errors"] == 1 and metrics["rollout/left_out"] == 0
+
+    trajectories, advantages, kept, metrics = office(*others, "outage")
+    assert advantages == [*others_alone, 0.0] and kept == [True] * 3 + [False]
+    assert trajectories[3].left_out == "outage"
+    assert metrics["rollout/environment_errors"] == metrics["rollout/left_out"] == 1
+    assert metrics["rollout/left_out/outage/left"] == 1
+    assert (
+        metrics["reward/mean"]
+        == metrics["reward/left"]
+        == pytest.approx(sum(map(float, others)) / 3)
+    )
+
+
+def test_breaking_it_is_no_signal_where_nothing_was_worse_and_an_outage_never_is():
+    for said, dead, few in (
+        (("-1", "-1", "boom"), 1, 0),  # as bad as the others, not better
+        (("0", "0", "boom"), 1, 0),
+        (("1", "1", "boom"), 0, 0),
+        (("1", "1", "outage"), 1, 0),
+        (("1", "outage", "outage"), 1, 1),
+        (("outage", "outage", "outage"), 1, 1),
+    ):
+        _, advantages, kept, metrics = office(*said)
+        assert any(kept) == any(advantages) == (not dead), said
+        assert (
+            metrics["rollout/frac_reward_zero_std"] == dead
+            and metrics["rollout/too_few_left"] == few
+        )
+    assert "reward/mean" not in metrics and "reward/left" not in metrics
+
+
+# The same on any number of ranks
+
+
+def on_this_rank() -> dict[str, Any]:
+    _, ranks = connect(Config())
+    run = run_of(ranks, permute_rewards=True)
+    played = collect(run)
+    kept = kept_of(played)
+    settings = run.config.grpo.model_copy(update={"scale_rewards": "batch"})
+    config = run.config.model_copy(update={"grpo": settings})
+    give_advantages(played, run.ranks, config, 0)
+    groups = [group for group in groups_of(played) for _ in range(2)]
+    episodes = zip(groups, kept, played.samples, strict=True)
+    return {
+        "episodes": {s.index: (group, k, s.reward, s.advantage) for group, k, s in episodes},
+        "rounds": played.rounds,
+        "metrics": metrics_of(run, played),
+    }
+
+
+def whole(results: list[Any]) -> dict[str, Any]:
+    """What the ranks found, put together; what all must know is the same on each."""
+    for result in results:
+        assert isinstance(result, dict), result
+        assert {**result, "episodes": 0} == {**results[0], "episodes": 0}
+    episodes = {place: told for result in results for place, told in result["episodes"].items()}
+    assert len(episodes) == sum(len(result["episodes"]) for result in results)
+    return {**results[0], "episodes": dict(sorted(episodes.items()))}
+
+
+def test_tasks_live_groups_and_permuted_rewards_are_the_same_on_one_and_three_ranks():
+    one, three = (whole(play_ranks(on_this_rank, n)) for n in (1, 3))
+    assert one == three
+    assert list(one["episodes"]) == list(range(2 * sum(one["rounds"])))
+    episodes = one["episodes"].values()
+    std = (2.5 / 9) ** 0.5  # of five ones and five zeros
+    assert max(advantage for *_, advantage in episodes) == pytest.approx(0.5 / (std + 1e-4))
+    assert {group for group, kept, *_ in episodes if kept} == {
+        group for group, *_ in episodes if live(group)
+    }
+
+
+def test_the_control_permutes_among_the_episodes_that_train_and_the_others_keep_theirs():
+    run = alone(permute_rewards=True)
+    played = collect(run)
+    was_kept = kept_of(played)
+    own = [trajectory.reward for trajectory in played.trajectories]
+    give_advantages(played, run.ranks, run.config, 0)
+    given = [sample.reward for sample in played.samples]
+    pairs = list(zip(own, given, was_kept, strict=True))
+    assert sorted(o for o, _, kept in pairs if kept) == sorted(g for _, g, kept in pairs if kept)
+    assert [o for o, _, kept in pairs if kept] != [g for _, g, kept in pairs if kept]
+    assert [o for o, _, kept in pairs if not kept] == [g for _, g, kept in pairs if not kept]
+
+
+def test_replacing_groups_and_training_on_them_all_the_same_is_refused():
+    with pytest.raises(UserError, match="drop_zero_std_groups: false contradicts dynamic_sampling"):
+        parse(["--dynamic-sampling", "--no-drop-zero-std-groups"])
+
+
+# Whole runs: a tiny model that has learnt to say one of two words, and a coin that likes one
+
+
+FLAGS = [*COIN, "--save-steps", "2", "--max-tokens-per-turn", "8", "--deterministic"]
+
+
+@pytest.fixture(scope="module")
+def start(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Flags that start from a model that says one word as often as the other."""
+    return [*FLAGS, *warm_started(tmp_path_factory.mktemp("start"))]
+
+
+@pytest.fixture(scope="module")
+def replacing(start: list[str], tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """The flags of a run that replaces groups, its folder, and the run on one rank."""
+    flags = [*start, "--max-steps", "3", "--dynamic-sampling", "--scale-rewards", "batch"]
+    flags += ["--start-report-tasks", "3"]
+    folder = tmp_path_factory.mktemp("replacing")
+    return flags, folder, play_run(1, flags, folder)
+
+
+def metrics(folder: Path) -> list[dict[str, Any]]:
+    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    return [line for line in lines if line["kind"] == "train"]
+
+
+def start_of(folder: Path) -> Any:
+    return json.loads((folder / "results.json").read_text())["start"]
+
+
+def test_a_run_is_the_same_bit_by_bit_on_one_and_two_ranks_and_after_a_resume(
+    replacing: Any, tmp_path: Path
+) -> None:
+    flags, folder, one = replacing
+    two = play_run(2, flags, tmp_path / "two")
+    assert one.episodes == two.episodes
+    assert np.array_equal(one.parameters, two.parameters)
+    assert start_of(folder) == start_of(tmp_path / "two")
+    assert start_of(folder)["domains"]["coin"]["groups"] == 3 + 4
+    assert sum(line["rollout/replaced_groups"] for line in metrics(folder)) > 4
+    assert sum(line["rollout/left_out"] for line in metrics(folder)) > 4
+    for line in metrics(folder):
+        assert (
+            (1 - line["rollout/frac_reward_zero_std"]) * 12 < line["train/trained_episodes"] <= 12
+        )
+
+    shutil.copytree(folder, tmp_path / "cut")
+    again = play_run(2, [*flags, "--resume-from-checkpoint", "step-000002"], tmp_path / "cut")
+    assert np.array_equal(again.parameters, one.parameters)
+    assert metrics(tmp_path / "cut") == metrics(folder)
+    assert start_of(tmp_path / "cut") == start_of(folder)
+
+
+def test_without_it_the_same_run_has_no_replacements_and_trains_on_less(
+    start: list[str], replacing: Any, tmp_path: Path
+) -> None:
+    _, folder, on = replacing
+    off = play_run(1, [*start, "--max-steps", "1"], tmp_path)
+    (without,), (replaced, *_) = metrics(tmp_path), metrics(folder)
+    own = [place for place in off.episodes if not place[0].startswith("evaluation-")]
+    assert len(own) == 12 and all(on.episodes[place] == off.episodes[place] for place in own)
+    of_all = ("train/", "rollout/environment_errors", "rollout/left_out")  # not the first groups'
+    assert {k: v for k, v in replaced.items() if k in without and not k.startswith(of_all)} == {
+        k: v for k, v in without.items() if not k.startswith(of_all)
+    }
+    assert replaced["train/trained_episodes"] > without["train/trained_episodes"]
+    assert without["rollout/left_out"] > 0

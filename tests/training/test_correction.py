@@ -1,0 +1,249 @@
+"""The correction of an inexact sampler in the update: ranks, layouts, iterations, little memory."""
+
+from functools import cache, partial
+from types import SimpleNamespace
+
+import pytest
+import torch
+from accelerate import Accelerator
+
+from pipeline.config.settings import Config
+from pipeline.distributed.ranks import Ranks
+from pipeline.train import update
+from pipeline.training.token_logprobs import TokenLogprobs
+from pipeline.training.updater import Reference, Updater
+from scripts.proofs.grid import in_float64, make_episodes, make_trajectory, small_model
+from scripts.proofs.ranks import play_ranks
+
+MODES = ["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
+GROUP = 8
+RATE = 1e-3
+RATIO, GAP = "train/importance_sampling_ratio_", "train/sampling_logp_difference_"
+LAYOUTS = [
+    {"padding_free": True},
+    {"max_tokens_per_microbatch": 90},
+    {"max_tokens_per_microbatch": 90, "share_prefixes": False},
+]
+
+
+def of_proof(modes, *late):
+    """The modes; those of `late` are left to the proofs."""
+    return [pytest.param(m, marks=pytest.mark.proof if m in late else ()) for m in modes]
+
+
+def episodes():
+    """Groups of episodes with common prefixes; two differ in the sampler's values alone."""
+    rows, advantages = make_episodes(4 * GROUP)
+    rows[5].further = [make_trajectory(row.prompt_ids, [9, 3], [1, 1]) for row in rows[:2]]
+    last = rows[-1]
+    rows[3] = make_trajectory(
+        *(last.prompt_ids, last.completion_ids, last.loss_mask),
+        logprobs=[0.9 * value for value in last.logprobs],
+    )
+    return rows, advantages
+
+
+def config_of(sampler="vllm", deterministic=False, **grpo) -> Config:
+    clips = {"vllm_importance_sampling_clip_min": 0.9, "vllm_importance_sampling_clip_max": 1.2}
+    settings = {**clips, "num_iterations": 3, "epsilon": 0.01, "epsilon_high": 0.01, **grpo}
+    rollout = {"sampler": sampler, "num_generations": GROUP}
+    run = {"deterministic": deterministic}
+    return Config.model_validate({"grpo": settings, "rollout": rollout, "run": run})
+
+
+def updated(options, keeps=True, dtype=torch.float64, spoil=lambda module: None, num_steps=1):
+    """Statistics of the three updates of each step, parameters, and bytes between ranks.
+
+    Of two ranks the first has three groups and the second one, without balance all and none;
+    with `deterministic`, they take turns.
+    """
+    config, accelerator = config_of(**options), Accelerator()
+    ranks = Ranks(accelerator.process_index, accelerator.num_processes, 60)
+    models = [small_model(seed) for seed in (0, 1)]
+    models = [in_float64(m) if dtype == torch.float64 else m for m in models]
+    module = TokenLogprobs(models[0], 1.0)
+    reference = Reference(TokenLogprobs(models[1], 1.0)) if config.grpo.beta > 0 else None
+    updater = Updater(accelerator, module, ranks, config, 0, reference)
+    spoil(module)
+    rows, advantages = episodes()
+    shares = [range(3), range(3, 4)] if config.grpo.balance_ranks else [range(4), range(0)]
+    shares = [range(0, 4, 2), range(1, 4, 2)] if config.run.deterministic else shares
+    groups = shares[ranks.rank] if ranks.num_ranks > 1 else range(4)
+    mine = [group * GROUP + i for group in groups for i in range(GROUP)]
+    given = [rows[i] for i in mine], [advantages[i] for i in mine]
+    found = []
+    for iteration in (0, 1, 2) * num_steps:
+        is_last = iteration == 2 or not keeps
+        found.append(updater.update_policy(*given, RATE, is_last=is_last))
+    assert updater._trainer_logprobs == {}
+    parameters = torch.cat([p.detach().flatten() for p in models[0].parameters()])
+    return found, parameters.tolist(), ranks.bytes.get("messages", 0)
+
+
+@cache
+def on_one_rank(mode):
+    return updated({"vllm_importance_sampling_mode": mode})
+
+
+@pytest.mark.parametrize("mode", of_proof(MODES, *MODES[:3]))
+def test_two_balanced_ranks_correct_as_one_rank_does(mode):
+    options = {"vllm_importance_sampling_mode": mode, "beta": 0.1}
+    options |= {"max_tokens_per_microbatch": 90}
+    one, two = play_ranks(partial(updated, num_steps=2), 2, options)
+    statistics, parameters, _ = updated(options, num_steps=2)
+    assert one[2] > 0  # groups have moved
+    for rank in (one, two):
+        assert rank[1] == pytest.approx(parameters, abs=1e-11)
+        for found, expected in zip(rank[0], statistics, strict=True):
+            assert found == pytest.approx(expected, rel=1e-6)
+    kinds = ("min", "mean", "max")
+    low, mean, high = (statistics[0][RATIO + kind] for kind in kinds)
+    assert (low, high) == (0.9, 1.2) if mode.endswith("truncate") else (low == 0 and high <= 1.2)
+    assert low < mean < high
+    ratios = [{n: v for n, v in step.items() if "sampling" in n} for step in statistics]
+    for later, first in ((1, 0), (2, 0), (4, 3), (5, 3)):
+        assert ratios[later] == pytest.approx(ratios[first], rel=1e-9)
+    assert ratios[3] != pytest.approx(ratios[0], rel=1e-3)  # the second step's trainer is another
+    assert [step["train/clip_ratio"] > 0.05 for step in statistics] == [False, True, True] * 2
+
+
+def test_a_rank_without_episodes_does_not_change_the_statistics():
+    options = {"vllm_importance_sampling_mode": "token_truncate", "balance_ranks": False}
+    one, two = play_ranks(updated, 2, options)
+    statistics, parameters, _ = on_one_rank("token_truncate")
+    assert one[0] == two[0]
+    assert one[0][0] == pytest.approx(statistics[0], rel=1e-6)
+    assert one[0][0][f"{RATIO}min"] == 0.9
+    assert one[1] == two[1] == pytest.approx(parameters, abs=1e-11)
+
+
+def test_deterministic_updates_correct_alike_bit_by_bit_on_one_and_two_ranks():
+    options = {"deterministic": True, "vllm_importance_sampling_mode": "token_mask"}
+    one, two = play_ranks(updated, 2, options, True, torch.float32)
+    _, parameters, _ = updated(options, True, torch.float32)
+    assert one[1] == two[1] == parameters
+
+
+@pytest.mark.parametrize("mode", of_proof(["token_mask", "sequence_truncate"], "token_mask"))
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_the_correction_is_the_same_in_every_layout(layout, mode):
+    options = {"vllm_importance_sampling_mode": mode}
+    statistics, parameters, _ = on_one_rank(mode)
+    found, its_parameters, _ = updated(options | layout)
+    assert its_parameters == pytest.approx(parameters, abs=1e-11)
+    for one, other in zip(found, statistics, strict=True):
+        assert one == pytest.approx(other, rel=1e-6)
+
+
+def test_later_iterations_use_the_trainers_logprobs_of_before_the_first():
+    kept, forgotten = updated({}), updated({}, keeps=False)
+    assert kept[0][0] == forgotten[0][0]
+    assert forgotten[0][1]["train/clip_ratio"] == 0.0
+    assert forgotten[1] != pytest.approx(kept[1], abs=1e-5)
+
+
+def test_a_retry_after_too_little_memory_changes_nothing(capsys):
+    """Forward passes of the first update and of later ones do not fit."""
+    calls = {2, 9, 14}
+    count = iter(range(1000))
+
+    def spoil(module):
+        plain = module.forward
+
+        def forward(batch):
+            if next(count) in calls:
+                raise torch.OutOfMemoryError("CUDA out of memory.")
+            return plain(batch)
+
+        module.forward = forward
+
+    options = {"max_tokens_per_microbatch": 120, "vllm_importance_sampling_mode": "token_mask"}
+    _, parameters, _ = on_one_rank("token_mask")
+    found, its_parameters, _ = updated(options, spoil=spoil)
+    assert capsys.readouterr().err.count("out of memory") == len(calls)
+    assert its_parameters == pytest.approx(parameters, abs=1e-11)
+    assert "train/max_tokens_per_microbatch" in found[-1]
+
+
+def test_with_an_exact_sampler_nothing_is_corrected():
+    samplers = ("vllm", "auto", "own", "generate")
+    assert [config_of(name).corrects_sampling for name in samplers] == [True, False, False, False]
+    plain = updated({"sampler": "vllm", "vllm_importance_sampling_correction": False})
+    found = updated({"sampler": "own", "vllm_importance_sampling_mode": "token_mask"})
+    assert found == plain
+    assert not any(name.startswith(RATIO) for name in found[0][0])
+    assert found[0][1][GAP + "mean"] != found[0][0][GAP + "mean"]  # of the policy now
+
+
+def step(gap, ratio, lines, corrects=True, **grpo):
+    """Statistics of a step of three updates; the first has the gap and the ratio."""
+    config = config_of(vllm_importance_sampling_correction=corrects, learning_rate=1e-3, **grpo)
+    seen = []
+
+    def update_policy(*_, is_last):
+        seen.append(is_last)
+        of_ratio = {f"{RATIO}mean": ratio * len(seen)} if corrects else {}
+        return {"train/skipped": 0.0, f"{GAP}mean": gap * len(seen), **of_ratio}
+
+    nothing = SimpleNamespace(rest=lambda: None)
+    training = SimpleNamespace(
+        config=config,
+        state=SimpleNamespace(step=0),
+        learning_rate=1e-3,
+        ranks=Ranks(0, 1, 60),
+        learner=SimpleNamespace(
+            sampling=SimpleNamespace(sampler=nothing),
+            sync_weights=lambda: None,
+            updater=SimpleNamespace(update_policy=update_policy),
+        ),
+        accelerator=SimpleNamespace(mixed_precision="no"),
+        say=lines.append,
+        warned_of=set(),
+    )
+    stage = SimpleNamespace(name="airline", first_step=0, num_steps=10)
+    batch = SimpleNamespace(trajectories=[], samples=[])
+    statistics = update(training, stage, batch)
+    assert seen == [False, False, True]
+    told = [*lines]
+    seen.clear()
+    update(training, stage, batch)
+    assert lines == told  # each line comes once
+    return statistics
+
+
+@pytest.mark.parametrize("corrects", [True, False])
+def test_a_step_tells_which_update_is_its_last_and_keeps_the_gap_of_the_first(corrects):
+    statistics = step(0.25, 1.0, [], corrects)
+    assert statistics[f"{GAP}mean"] == 0.25
+    assert statistics.get(f"{RATIO}mean") == (1.0 if corrects else None)
+
+
+NAN = float("nan")
+FAR = "train/sampling_logp_difference_mean is {} and above max_sampling_logp_difference {}"
+SPOILT = "train/importance_sampling_ratio_mean is {} and about 1 is right"
+
+
+@pytest.mark.parametrize(
+    ("corrects", "gap", "ratio", "limit", "expected"),
+    [
+        (False, 0.25, None, None, [FAR.format(0.25, "0.0001")]),
+        (True, 0.25, 0.2, None, []),
+        (True, 0.25, 1.0, 0.2, [FAR.format(0.25, 0.2)]),
+        (True, 5.8, 6e-16, None, [FAR.format(5.8, 0.3), SPOILT.format("6e-16")]),
+        (True, 5.8, 3.0, None, [FAR.format(5.8, 0.3)]),  # every ratio was truncated
+        (True, 0.1, 0.0, None, [SPOILT.format("0")]),  # every ratio was masked
+        (True, 0.1, 0.0999, None, [SPOILT.format("0.1")]),
+        (True, 0.1, 1e30, None, [SPOILT.format("1e+30")]),  # without an upper clip
+        (True, 0.1, float("inf"), None, [SPOILT.format("inf")]),
+        (True, NAN, NAN, None, [FAR.format("nan", 0.3), SPOILT.format("nan")]),
+        (False, NAN, None, None, [FAR.format("nan", "0.0001")]),
+    ],
+)
+def test_a_sampler_that_disagrees_or_a_correction_that_leaves_nothing_is_a_line(
+    corrects, gap, ratio, limit, expected
+):
+    lines = []
+    step(gap, ratio, lines, corrects, max_sampling_logp_difference=limit)
+    assert len(lines) == len(expected)
+    for line, part in zip(lines, expected, strict=True):
+        assert line.startswith(f"warning: step 1: {part}")

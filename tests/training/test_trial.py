@@ -1,0 +1,207 @@
+"""Before anything is trained, a run shows that what it samples is what it trains."""
+
+import pytest
+import torch
+from accelerate import Accelerator
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from pipeline.common.errors import UserError
+from pipeline.config.cli import parse
+from pipeline.distributed.ranks import Ranks
+from pipeline.models import lora, memory
+from pipeline.models.capabilities import attention_size
+from pipeline.preflight import check
+from pipeline.rollout.samplers import own as row_cache
+from pipeline.rollout.samplers.choice import make_sampler
+from pipeline.training.agreement import refuse_disagreement
+from pipeline.training.token_logprobs import TokenLogprobs
+from tests.support.helpers import chat, tokenizer
+from tests.support.messages import says
+from tests.support.trial import trial
+
+SHAPE = {
+    **{"vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2},
+    **{"num_attention_heads": 4, "num_key_value_heads": 4, "initializer_range": 0.3},
+    **{"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0},
+}
+LATENT = {
+    **{"q_lora_rank": 12, "kv_lora_rank": 10, "v_head_dim": 12},
+    **{"qk_rope_head_dim": 4, "qk_nope_head_dim": 6},
+}
+EXPERTS = {
+    **{"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1},
+    **{"moe_intermediate_size": 16, "first_k_dense_replace": 1, "num_experts": 4},
+}
+
+
+FEW = ["--domains", "airline", "--tasks-per-domain", "8", "--eval-tasks-per-domain", "2"]
+
+
+def model_of(kind, **settings):
+    config = AutoConfig.for_model(kind, **{**SHAPE, **settings})
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return AutoModelForCausalLM.from_config(config)
+
+
+def saved(folder, model) -> str:
+    model.resize_token_embeddings(len(tokenizer()))
+    model.save_pretrained(folder)
+    tokenizer().save_pretrained(folder)
+    return str(folder)
+
+
+TRIED = {
+    "qwen3": {"head_dim": 8},
+    "gpt2": {"attn_pdrop": 0.5, "resid_pdrop": 0.5},
+    "deepseek_v3": LATENT | EXPERTS,
+    "glm4_moe_lite": LATENT | EXPERTS,
+    "youtu": LATENT,
+    "qwen3_moe": EXPERTS,
+}
+PLAIN, ADAPTERS = (), ("--no-share-prefixes", "--gradient-checkpointing", "--use-peft")
+ALIKE = [("glm4_moe_lite", ADAPTERS), ("youtu", PLAIN), ("youtu", ADAPTERS)]  # to deepseek_v3
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "flags"),
+    [
+        pytest.param(
+            *(kind, settings, flags),
+            marks=pytest.mark.proof if (kind, flags) in ALIKE else (),
+            id=f"{kind}-{'adapters' if flags else 'plain'}",
+        )
+        for kind, settings in TRIED.items()
+        for flags in (PLAIN, ADAPTERS)
+    ],
+)
+def test_what_these_sample_is_what_they_train(kind, settings, flags):
+    before = torch.random.get_rng_state()
+    trial(model_of(kind, **settings), *flags)
+    assert torch.equal(torch.random.get_rng_state(), before)
+
+
+def test_adapters_of_a_small_rank_do_not_enlarge_rounding():
+    model = model_of("qwen3_moe", **EXPERTS, num_hidden_layers=4, head_dim=8)
+    trial(model, "--use-peft", "--lora-r", "1")  # lora_alpha is divided by it
+
+
+def test_a_model_that_does_not_compute_is_refused():
+    model = model_of("deepseek_v3", **LATENT | EXPERTS | {"num_key_value_heads": 2})
+    with pytest.raises(
+        UserError, match="got DeepseekV3ForCausalLM, which fails in a trial of sampling and"
+    ):
+        trial(model)
+
+
+def test_a_sampler_that_is_wrong_is_refused_with_the_difference(monkeypatch):
+    def ahead(self, rows, positions, *rest):
+        return place(self, rows, positions + 1, *rest)
+
+    place = row_cache.RowCache.place
+    monkeypatch.setattr(row_cache.RowCache, "place", ahead)
+    with pytest.raises(UserError, match=r"log-probabilities of sampled tokens and of training di"):
+        trial(model_of("qwen3", head_dim=8))
+
+
+def test_prefixes_that_a_model_cannot_share_are_refused_with_the_remedy():
+    with pytest.raises(UserError, match=r"got DogeForCausalLM, which fails .*; set share_prefixes"):
+        trial(model_of("doge"))
+    trial(model_of("doge"), "--no-share-prefixes")
+
+
+def test_a_model_whose_attention_looks_back_by_its_own_count_is_refused():
+    layers = {"attention_types": [[["global", "local"], 1]], "window_size": 4, "num_layers": 2}
+    with pytest.raises(UserError, match="got GPTNeoForCausalLM, for which log-prob"):
+        trial(model_of("gpt_neo", **layers))
+
+
+def test_learned_positions_that_do_not_suffice_are_refused_before_anything_runs(tmp_path):
+    folder = saved(tmp_path, model_of("gpt2", n_positions=48))
+    config = parse(["--model", folder, *FEW, "--max-tokens", "256", "--warm-start-steps", "0"])
+    for refuse in (check.main, check.check_and_prepare):
+        with pytest.raises(UserError) as error:
+            refuse(config)
+        says(str(error.value), "max_tokens: got 256", "48 tokens", "lower max_tokens")
+
+
+def test_positions_that_are_not_learned_may_be_too_few_as_well():
+    model = model_of("gptj", n_positions=48, rotary_dim=4)  # without a table of embeddings
+    with pytest.raises(UserError, match="got 64, but the model has positions for 48 tokens"):
+        check.check_positions(model, 64)
+
+
+def test_logits_that_training_would_not_compute_are_refused():
+    with pytest.raises(UserError, match="got BertLMHeadModel, whose logits are not those of its"):
+        trial(model_of("bert", is_decoder=True))
+
+
+def test_a_model_without_the_attention_implementation_is_refused_with_the_remedy(tmp_path):
+    folder = saved(tmp_path, model_of("gptj", rotary_dim=4))
+    with pytest.raises(UserError, match=r"cannot be loaded .*; set attn_implementation eager, or"):
+        check.main(parse(["--model", folder, *FEW]))
+
+
+LAYERS_OF_OWN = {  # whose global heads are wider
+    **{"num_key_value_heads": 1, "head_dim": 8, "global_head_dim": 16, "sliding_window": 8},
+    **{"layer_types": ["sliding_attention", "full_attention"]},
+    **{"hidden_size_per_layer_input": 4, "vocab_size_per_layer_input": 64},
+}
+
+
+def test_layers_that_differ_in_their_heads_are_tried_and_counted():
+    model = model_of("gemma4_text", **LAYERS_OF_OWN)
+    trial(model)
+    assert memory._cached_per_token(model.config) == 2 * 16
+    assert attention_size(model.config) == 4 * 16
+
+
+def test_check_and_a_run_tell_what_the_trial_found(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    folder = saved(tmp_path, model_of("qwen3", head_dim=8, max_position_embeddings=32))
+    config = parse(["--model", folder, *FEW])
+    assert check.main(config) == 0
+    assert "\nmodel: max_tokens is 256, and the model was made for 32" in capsys.readouterr().out
+    check.check_and_prepare(config)
+    assert capsys.readouterr().out.startswith("warning: max_tokens is 256, and the model was")
+
+
+def test_a_model_that_mixes_joined_sequences_up_is_refused():
+    trial(model_of("qwen3", head_dim=8), "--padding-free")
+    model = model_of("qwen3", head_dim=8)
+    decoder = model.model.forward
+    model.model.forward = lambda *ids, position_ids=None, **rest: decoder(*ids, **rest)
+    with pytest.raises(UserError, match=r"training differ by .*; set padding_free false or use"):
+        trial(model, "--padding-free", "--no-share-prefixes")
+
+
+def test_a_model_that_scales_its_logits_is_refused():
+    model = model_of("gemma3_text", final_logit_softcapping=2.0, head_dim=8)
+    with pytest.raises(UserError, match="got Gemma3ForCausalLM, whose logits are not those of"):
+        trial(model)
+
+
+@pytest.mark.parametrize("use_peft", [False, True], ids=["whole", "adapters"])
+def test_the_trial_changes_no_weight_and_no_later_token(use_peft):
+    """Also the sampler's random numbers stay, and with LoRA the adapters."""
+    model = model_of("qwen3", head_dim=8)
+    config = parse(["--max-tokens", "64", *["--use-peft"] * use_peft])
+    if use_peft:
+        model = lora.attach(model, config.model, "", 1)
+    sampler = make_sampler(model, chat(), config.rollout, torch.float32, is_main=False)
+    module = TokenLogprobs(model, 1.0, max_tokens=64).eval()
+    before = [parameter.clone() for parameter in model.parameters()]
+
+    def said():
+        (episode,) = sampler.open([[1, 2, 3]], [7])
+        (message,) = sampler.sample([episode], [20])
+        sampler.close(episode)
+        return message
+
+    expected = said()
+    arguments = sampler, module, Accelerator(), Ranks(0, 1, 5), config
+    refuse_disagreement(*arguments, list(range(1, 30)))
+    after = list(model.parameters())
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+    assert all(parameter.grad is None for parameter in after)
+    assert said() == expected

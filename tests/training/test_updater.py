@@ -1,0 +1,253 @@
+"""The update: its steps, its statistics, its order; what ranks change is in test_invariance.py."""
+
+import pytest
+import torch
+from accelerate import Accelerator, DistributedDataParallelKwargs
+
+from pipeline.config.settings import Config, GRPOSettings, RunSettings
+from pipeline.data.curriculum import learning_rate_at
+from pipeline.distributed.ranks import Ranks
+from pipeline.training.grpo import grpo_loss
+from pipeline.training.token_logprobs import TokenLogprobs
+from pipeline.training.updater import Updater
+from scripts.proofs.grid import make_episodes, make_trajectory, small_model
+from scripts.proofs.ranks import play_ranks
+
+
+def config_of(**grpo) -> Config:
+    return Config.model_validate({"grpo": {"entropy_coef": 0.0, **grpo}})
+
+
+def updater_of(model, **grpo) -> Updater:
+    accelerator = Accelerator()
+    ranks = Ranks(accelerator.process_index, accelerator.num_processes, 60)
+    return Updater(accelerator, TokenLogprobs(model, 1.0), ranks, config_of(**grpo), 0)
+
+
+def flat(model):
+    return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+
+
+def test_an_update_moves_the_parameters_and_reports_it():
+    model = small_model()
+    rows, advantages = make_episodes(16)
+    statistics = updater_of(model).update_policy(rows, advantages, 1e-3)
+    assert float((flat(model) - flat(small_model())).abs().max()) == pytest.approx(1e-3, rel=0.01)
+    assert statistics["train/learning_rate"] == 1e-3
+    assert statistics["train/trained_episodes"] == 16
+    assert statistics["train/entropy"] > 0 and statistics["train/grad_norm"] > 0
+    assert 0 <= statistics["train/clip_ratio"] < 0.5
+    assert statistics["train/loss"] == statistics["train/policy_loss"]
+    assert (
+        0
+        < statistics["train/sampling_logp_difference_mean"]
+        < statistics["train/sampling_logp_difference_max"]
+        < 1
+    )
+    assert "train/kl" not in statistics
+
+
+def test_different_advantages_teach_and_equal_rewards_do_not():
+    rows, _ = make_episodes(8)
+    model = small_model()
+    assert updater_of(model).update_policy(rows, [0.0] * 8, 1e-3)["train/grad_norm"] == 0.0
+    assert torch.equal(flat(model), flat(small_model()))
+
+
+def test_episodes_that_are_not_kept_take_no_part():
+    rows, advantages = make_episodes(8)
+    kept = [True, False, True, True, False, True, True, True]
+    whole, part = small_model(), small_model()
+    with_all = updater_of(whole).update_policy(rows, advantages, 1e-3, kept)
+    chosen = [i for i, keep in enumerate(kept) if keep]
+    with_some = updater_of(part).update_policy(
+        [rows[i] for i in chosen], [advantages[i] for i in chosen], 1e-3
+    )
+    assert torch.equal(flat(whole), flat(part))
+    assert with_all == with_some
+    assert with_all["train/trained_episodes"] == 6
+
+
+@pytest.mark.parametrize(
+    ("settings", "num_tokens", "num_padded_tokens"),
+    [({}, 7, 7), ({"share_prefixes": False}, 13, 15), ({"padding_free": True}, 13, 13)],
+)
+def test_tokens_are_counted_as_they_are_computed(settings, num_tokens, num_padded_tokens):
+    rows = [make_trajectory([1, 2], end) for end in ([3, 4, 5], [3, 4], [6, 7])]
+    updater = updater_of(small_model(), **settings)
+    for _ in range(2):
+        updater.update_policy(rows, [1.0, -1.0, 0.5], 1e-3)
+    assert updater.num_tokens == 2 * num_tokens
+    assert updater.num_padded_tokens == 2 * num_padded_tokens
+
+
+def test_a_model_that_cannot_share_prefixes_is_told_of_and_trained_all_the_same(capsys):
+    rows, advantages = make_episodes(8)
+    model, eager = small_model(), small_model()
+    eager.set_attn_implementation("eager")
+    found = updater_of(eager).update_policy(rows, advantages, 1e-3)
+    assert "warning: share_prefixes is ignored; it needs sdpa" in capsys.readouterr().err
+    assert found == pytest.approx(updater_of(model).update_policy(rows, advantages, 1e-3), rel=1e-4)
+    assert capsys.readouterr().err == ""
+
+
+def test_a_step_whose_groups_are_all_dead_changes_nothing():
+    model = small_model()
+    rows, advantages = make_episodes(4)
+    statistics = updater_of(model).update_policy(rows, advantages, 0.5, [False] * 4)
+    assert torch.equal(flat(model), flat(small_model()))
+    assert statistics == {
+        "train/learning_rate": 0.5,
+        "train/trained_episodes": 0,
+        "train/skipped": 0,
+    }
+
+
+def crowded(num_episodes):
+    """The last rank has so many groups, the others one each; counts of micro-batches, parameters.
+
+    There is a parameter that only the last rank's tokens reach.
+    """
+    model = small_model()
+    module = TokenLogprobs(model, 1.0)
+    module.own = torch.nn.Parameter(torch.ones(()))
+    accelerator = Accelerator()
+    is_last, plain, calls = accelerator.is_last_process, module.forward, []
+
+    def forward(batch):
+        calls.append(batch)
+        logprobs, entropy = plain(batch)
+        return (logprobs * module.own if is_last else logprobs), entropy
+
+    module.forward = forward
+    ranks = Ranks(accelerator.process_index, accelerator.num_processes, 60)
+    config = config_of(max_tokens_per_microbatch=90, balance_ranks=False)
+    updater = Updater(accelerator, module, ranks, config, 0)
+    rows, advantages = make_episodes(num_episodes + 8)
+    mine = slice(8, None) if is_last else slice(0, 8)
+    for _ in range(2):
+        updater.update_policy(rows[mine], advantages[mine], 1e-3)
+    return len(calls), float(module.own), flat(model).tolist()
+
+
+def test_ranks_may_have_different_numbers_of_micro_batches_and_reach_different_parameters():
+    one, two = play_ranks(crowded, 2, 32)
+    assert one[0] < two[0]
+    assert one[1:] == two[1:]
+    assert one[1] != 1.0
+
+
+def in_one_bucket(_: int = 0):
+    """The places of all gradients after each update, and whether the gradients are 0."""
+    views = DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True)
+    accelerator = Accelerator(kwargs_handlers=[views])
+    ranks = Ranks(accelerator.process_index, accelerator.num_processes, 60)
+    updater = Updater(accelerator, TokenLogprobs(small_model(), 1.0), ranks, config_of(), 0)
+    rows, advantages = make_episodes(16)
+    places = []
+    for _ in range(3):
+        gradients = [parameter.grad for parameter in updater.parameters]
+        storages = {gradient.untyped_storage().data_ptr() for gradient in gradients}
+        places.append(([g.data_ptr() for g in gradients], len(storages)))
+        assert not any(gradient.any() for gradient in gradients)
+        updater.update_policy(rows[:8], advantages[:8], 1e-3)
+    return places
+
+
+def test_gradients_stay_in_the_buckets_of_ddp_and_take_no_memory_beside_them():
+    for places in play_ranks(in_one_bucket, 2):
+        assert places[0] == places[1] == places[2]
+        assert places[0][1] == 1
+
+
+# The learning rate
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        ("linear", {0: 0.2, 4: 1.0, 5: 1.0, 30: 0.775, 55: 0.55, 104: 0.109, 105: 0.1, 300: 0.1}),
+        ("cosine", {0: 0.2, 4: 1.0, 5: 1.0, 30: 0.868198, 55: 0.55, 105: 0.1, 300: 0.1}),
+        ("constant", {0: 0.2, 4: 1.0, 5: 1.0, 55: 1.0, 300: 1.0}),
+    ],
+)
+def test_the_learning_rate_of_a_stage_warms_up_and_falls_to_its_end_share(kind, expected):
+    settings = GRPOSettings(stage_warmup_steps=5, stage_lr_decay=kind, min_lr_rate=0.1)
+    found = {done: learning_rate_at(done, 105, 1.0, settings) for done in expected}
+    assert found == pytest.approx(expected, abs=1e-6)
+
+
+def test_without_warm_up_the_first_step_has_the_peak():
+    assert learning_rate_at(0, 10, 2.0, GRPOSettings(stage_warmup_steps=0)) == 2.0
+
+
+@pytest.mark.parametrize(
+    ("scale_lr", "tasks", "expected"),
+    [
+        ("none", 96, 1e-4),
+        ("linear", 24, 1e-4),
+        ("linear", 96, 4e-4),
+        ("sqrt", 96, 2e-4),
+        ("sqrt", 6, 5e-5),
+    ],
+)
+def test_the_learning_rate_follows_the_tasks_of_a_step_and_not_the_ranks(scale_lr, tasks, expected):
+    def peak(num_gpus):
+        tree = {
+            "grpo": {
+                "learning_rate": 1e-4,
+                "scale_lr": scale_lr,
+                "reference_tasks_per_step": 24,
+            },
+            "rollout": {"tasks_per_step": tasks},
+            "run": {"num_gpus": num_gpus},
+        }
+        return Config.model_validate(tree).peak_learning_rate
+
+    assert peak(1) == peak(8) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("loss_type", "deterministic"), [("grpo", True), ("dapo", False), ("dr_grpo", False)]
+)
+def test_all_conversations_of_an_episode_have_its_advantage_and_share_its_weight(
+    loss_type, deterministic
+):
+    """An episode of two conversations (3 and 1 sampled tokens) beside a plain one of 2 tokens."""
+    seen = {}
+
+    def loss(logprobs, entropy, batch, settings, num_tokens, ref_logprobs):
+        tokens = zip(batch.targets.tolist(), batch.advantages.tolist(), strict=True)
+        for (token, advantage), weight in zip(tokens, batch.weights.tolist(), strict=True):
+            seen[token] = advantage, weight
+        return grpo_loss(logprobs, entropy, batch, settings, num_tokens, ref_logprobs)
+
+    plain = make_trajectory([1], [2, 3])
+    several = make_trajectory([1], [4, 5, 6])
+    several.further = [make_trajectory([1, 1], [7])]
+    config = config_of(loss_type=loss_type).model_copy(
+        update={"run": RunSettings(deterministic=deterministic)}
+    )
+    config = config.model_copy(
+        update={"rollout": config.rollout.model_copy(update={"num_generations": 2})}
+    )
+    module = TokenLogprobs(small_model(), 1.0)
+    updater = Updater(Accelerator(), module, Ranks(0, 1, 60), config, 0, loss=loss)
+    statistics = updater.update_policy([plain, several], [0.5, -2.0], 1e-3)
+    assert statistics["train/trained_episodes"] == 2
+    of_plain, of_several = {
+        "grpo": (1 / (2 * 2), 1 / (4 * 2)),  # over all 4 sampled tokens of the episode
+        "dapo": (1 / 6, 1 / 6),
+        "dr_grpo": (1 / (2 * config.rollout.max_tokens),) * 2,
+    }[loss_type]
+    wanted = dict.fromkeys((2, 3), (0.5, of_plain)) | dict.fromkeys(range(4, 8), (-2.0, of_several))
+    assert seen == {token: pytest.approx(pair) for token, pair in wanted.items()}
+
+
+def test_conversations_that_are_not_kept_take_no_part():
+    kept, left = make_trajectory([1], [2, 3]), make_trajectory([1], [4, 5])
+    left.further = [make_trajectory([1, 1], [7])]
+    models = small_model(), small_model()
+    updater_of(models[0]).update_policy([kept, left], [1.0, -1.0], 1e-3, [True, False])
+    updater_of(models[1]).update_policy([kept], [1.0], 1e-3)
+    assert torch.equal(*map(flat, models))
