@@ -205,7 +205,6 @@ class Run:
         faults["max_tokens_per_microbatch"] = updater.get("max_tokens_per_microbatch")
         again = f"--output-dir {self.folder} --resume-from-checkpoint latest writes them again"
         with may_fail("results.json", again):
-            environments = self.parts.environments
             facts = {
                 "baselines": self.baselines,
                 "num_ranks": self.ranks.num_ranks,
@@ -222,7 +221,7 @@ class Run:
             facts |= {name: of for name, of in further.items() if of}
             facts["reward_parts"] = {n: d.reward_parts for n, d in self.parts.domains.items()}
             facts["num_train_tasks"] = {n: len(tasks) for n, tasks in self.parts.train.items()}
-            facts["tools"] = {n: tool_schemas(e) for n, e in environments.items()}
+            facts["tools"] = {n: tool_schemas(d.environment) for n, d in self.parts.domains.items()}
             stages = self.stages
             held_out = self.parts.held_out
             write_results(self.folder, self.config, self.state, stages, held_out, facts, is_final)
@@ -290,7 +289,7 @@ def open_run(
     learner = Learner(
         model,
         parts.chat,
-        parts.environments,
+        parts.domains,
         config,
         accelerator,
         ranks,
@@ -384,8 +383,8 @@ def evaluate_held_out(run: Run, after: str) -> None:
     if after == "start" and run.config.grpo.use_grpo and not run.config.is_supervised:
         silent = [
             name
-            for name, environment in run.parts.environments.items()
-            if tool_schemas(environment) and not found[name]["tools"]
+            for name, domain in run.parts.domains.items()
+            if tool_schemas(domain.environment) and not found[name]["tools"]
         ]
         if silent:
             run.say(

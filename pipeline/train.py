@@ -238,7 +238,7 @@ def record(
     run.save_transcripts(stage.name, batch.trajectories, advantages)
     run.records += [trajectory.record() for trajectory in batch.trajectories]
     rewards = run.learner.rollout.rewards
-    names = [] if rewards is None else rewards.names(run.parts.environments.values())
+    names = [] if rewards is None else rewards.names(run.parts.domains.values())
     metrics, counts = rollout_metrics(batch, run.ranks, run.config, names, run.state.num_tokens)
     run.state.num_tokens = int(metrics["train/num_tokens"])
     for domain, (episodes, errors) in counts.items():
@@ -253,7 +253,7 @@ def record(
         stage,
         run.state.step,
         batch.first,
-        run.learner.rollout.environments,
+        run.parts.domains,
         run.config.evaluation.success_threshold,
         run.ranks,
     )

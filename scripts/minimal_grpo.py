@@ -58,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> float:
     warm_start(model, chat, domain, tasks, options.warm_start_steps)
     sampler = make_sampler(model, chat, config.rollout, torch.float32, True)
     sampling = SamplerPolicy(sampler, chat, config.rollout)
-    rollout = Rollout(sampling, chat, {domain.name: domain.environment}, config.rollout)
+    rollout = Rollout(sampling, chat, {domain.name: domain}, config.rollout)
     print(f"after the warm start: success {success(rollout, held_out):.2f}")
     train(model, sampler, rollout, tasks, config, options.steps)
     rate = success(rollout, held_out)

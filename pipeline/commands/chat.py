@@ -173,7 +173,7 @@ def load_rollout(
     return Rollout(
         SamplerPolicy(sampler, chat, limits),
         chat,
-        {domain.name: domain.environment},
+        {domain.name: domain},
         limits,
         **hooks,
     )

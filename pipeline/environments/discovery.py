@@ -6,7 +6,7 @@ The tools are all public methods but `reset` and `get_reward`, or what the attri
 import ast
 import inspect
 from collections import Counter
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache, cached_property, partialmethod, singledispatchmethod, wraps
 from itertools import islice
 from pathlib import Path
@@ -17,7 +17,6 @@ from typing import Any, TypeVar, get_type_hints
 from pydantic import TypeAdapter
 
 from pipeline.common.untrusted import is_plain, reason_of, shown
-from pipeline.data.tasks import Task
 
 Value = TypeVar("Value")
 MAX_ITEMS = 100_000  # largest number of values, such as words or tools, that a domain gives
@@ -250,28 +249,3 @@ def keywords_read(function: Callable[..., Any]) -> set[str] | None:
     if hasattr(function, "__wrapped__") or not all(node in keys for node in loaded):
         return None
     return {p.name for p in parameters} | {keys[node] for node in loaded}
-
-
-# Arguments: the policy (`rollout/own_loop.py`) and the task. Result: the reward.
-Play = Callable[[Any, Task], Coroutine[Any, Any, float]]
-OWN_LOOP = "_own_loop"  # attribute of an environment class that stands for a loop: the loop
-
-
-def environment_of(loop: Play) -> type[Any]:
-    """Return the class of environments that stand for a user's loop: they have no tools."""
-
-    class OwnLoop:
-        """The environment of an episode that a user's loop plays; it keeps the reward."""
-
-        reward: Any = 0.0
-
-        def reset(self, **row: Any) -> None:
-            """Start an episode; the loop makes its own conversations."""
-
-        def get_reward(self) -> Any:
-            """Return what the loop has returned."""
-            return self.reward
-
-    setattr(OwnLoop, OWN_LOOP, staticmethod(loop))
-    OwnLoop.__name__ = getattr(loop, "__name__", "OwnLoop")
-    return OwnLoop

@@ -17,7 +17,7 @@ Instead of a class, the setting may name a function that returns a `Domain`.
 """
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -35,8 +35,6 @@ from pipeline.data.tasks import Message, Task
 from pipeline.environments.calls import guarded
 from pipeline.environments.discovery import (
     MAX_ITEMS,
-    OWN_LOOP,
-    environment_of,
     raw_call,
     taken,
     taken_pairs,
@@ -45,9 +43,12 @@ from pipeline.environments.discovery import (
 )
 from pipeline.environments.experts import Expert, run_expert
 from pipeline.environments.faults import describe, only_faults
+from pipeline.environments.single_turn import SingleTurnEnvironment
 from pipeline.environments.tools import RandomState, writable
 
 GenerateTasks = Callable[[int, int, str, str], list[Task]]  # arguments: seed, n, split, difficulty
+# Plays an episode and returns its reward. Arguments: the policy (`rollout/own_loop.py`), the task.
+Play = Callable[[Any, Task], Coroutine[Any, Any, float]]
 Call: TypeAlias = tuple[str, dict[str, Any]]  # a tool and its arguments
 # Returns calls and texts of messages, by the name of a policy.
 Baselines = Callable[[Task], Mapping[str, Sequence[Call | str]]]
@@ -57,10 +58,15 @@ LOOP = "a loop of your own is `async def play(policy, task)`, which returns the 
 
 @dataclass(frozen=True, kw_only=True)
 class Domain:
-    """One domain of a run. A field that the domain's module does not define is None or empty."""
+    """One domain of a run. A field that the domain's module does not define is None or empty.
+
+    A `loop` plays the episodes itself, and returns the rewards; the environment has no tools then.
+    """
 
     name: str
-    environment: type[Any]  # a class whose constructor takes no arguments
+    environment: type[Any] = SingleTurnEnvironment
+    factory: Callable[[], Any] | None = None  # makes the environments; None: the class does
+    loop: Play | None = None
     generate_tasks: GenerateTasks | None = None
     expert: Expert | None = None
     words: Callable[[], Iterable[str]] = tuple  # returns tokens for the tiny model's tokenizer
@@ -68,6 +74,19 @@ class Domain:
     baselines: Baselines | None = None
     about: Callable[[], Mapping[str, Any]] | None = None  # returns facts as JSON values
     family_shares: Mapping[str, float] = field(default_factory=dict, hash=False)
+
+    @property
+    def own_reward(self) -> str:
+        """The name of the reward of a loop or `get_reward`; empty if only functions score."""
+        if self.loop is not None:
+            return getattr(self.loop, "__name__", "OwnLoop")
+        has_reward = callable(getattr(self.environment, "get_reward", None))
+        return self.environment.__name__ if has_reward else ""
+
+    @property
+    def is_single_turn(self) -> bool:
+        """Whether the model's first message ends an episode, and reward functions alone score."""
+        return self.loop is None and self.environment is SingleTurnEnvironment
 
     @property
     def reward_parts(self) -> dict[str, str]:
@@ -80,6 +99,10 @@ class Domain:
     def asks_judge(self) -> bool:
         """Whether the environment asks the judge, with `await self.judge(messages, seed=...)`."""
         return bool(getattr(self.environment, "has_judge", False))
+
+    def make(self) -> Any:
+        """Make an environment."""
+        return (self.factory or self.environment)()
 
     def demonstrate(
         self,
@@ -98,7 +121,7 @@ class Domain:
         expert = self.expert
 
         def solve() -> tuple[list[Message], float]:
-            return run_expert(self.environment(), expert, task, rule_share, seed, raised)
+            return run_expert(self.make(), expert, task, rule_share, seed, raised)
 
         with RandomState(task):
             found: tuple[list[Message], float] = guarded("expert", seconds, solve)
@@ -132,22 +155,42 @@ def _load(name: str, config: Config) -> Domain:
     origin = f" of the installed package {package}" if package else ""
     where = f"environments: {name}{origin}: got {setting.factory!r}"
     module, factory = imported(where, setting.factory)
-    environment = _class_of(where, factory, setting.arguments)
-    if issubclass(environment, Domain):  # the factory is a function that returns a Domain
-        made: Any = environment
-        domain = _renamed(made(), name)
-        _check_environment(where, domain.environment, needs_reward=needs_reward)
-        return _checked(where, replace(domain, words=partial(_words, where, domain.words)))
-    _check_environment(where, environment, needs_reward=needs_reward)
+    call = partial(factory, **setting.arguments) if setting.arguments else factory
+    if _is_loop(factory):
+        with refused(f"{where}, which cannot be called with (policy, task)", LOOP):
+            inspect.signature(factory).bind(None, None, **setting.arguments)
+        domain = Domain(name=name, loop=call)
+    elif isinstance(factory, type):
+        domain = Domain(name=name, environment=factory, factory=call)
+    elif callable(factory):
+        with refused(f"{where}, which fails", f"mend it; {LOOP}"):
+            first = call()
+        if isinstance(first, Domain):
+            _check_environment(where, first, needs_reward)
+            domain = replace(_renamed(first, name), words=partial(_words, where, first.words))
+            return _checked(where, domain)
+        domain = Domain(name=name, environment=type(first), factory=call)
+    else:
+        raise UserError(f"{where}, which is {shown(factory)}; name a class or a function")
+    _check_environment(where, domain, needs_reward)
+    return _checked(where, _with_module(where, domain, module))
+
+
+def _is_loop(factory: Any) -> bool:
+    call = factory if inspect.isfunction(factory) else getattr(factory, "__call__", None)  # noqa: B004
+    return inspect.iscoroutinefunction(call) and not isinstance(factory, type)
+
+
+def _with_module(where: str, domain: Domain, module: Any) -> Domain:
+    """Return a domain with what its module defines."""
     max_tasks = getattr(module, "MAX_TASKS", None)
     if max_tasks is not None and (type(max_tasks) is not int or max_tasks < 1):
         raise UserError(f"{where}, whose MAX_TASKS is {shown(max_tasks)}; give a whole number")
     shares = getattr(module, "FAMILY_SHARES", {})
     with refused(f"{where}, whose FAMILY_SHARES fail", "give {family: share}"):
         shares = shares() if callable(shares) else shares
-    domain = Domain(
-        name=name,
-        environment=environment,
+    return replace(
+        domain,
         generate_tasks=getattr(module, "generate_tasks", None),
         expert=getattr(module, "expert", None),
         words=partial(_words, where, getattr(module, "WORDS", ())),
@@ -156,7 +199,6 @@ def _load(name: str, config: Config) -> Domain:
         about=getattr(module, "about", None),
         family_shares=shares,
     )
-    return _checked(where, domain)
 
 
 def _checked(where: str, domain: Domain) -> Domain:
@@ -200,36 +242,12 @@ def _renamed(domain: Domain, name: str) -> Domain:
     return replace(domain, name=name, generate_tasks=domain.generate_tasks and generate_tasks)
 
 
-def _class_of(where: str, factory: Any, arguments: dict[str, Any]) -> type[Any]:
-    """Return a class whose call without arguments makes an environment as `factory` does.
-
-    A function must return environments of one class, of which `_class_of` makes one. A coroutine
-    function is a loop of the user's, which plays the episodes itself.
-    """
-    call = factory if inspect.isfunction(factory) else getattr(factory, "__call__", None)  # noqa: B004
-    if inspect.iscoroutinefunction(call) and not isinstance(factory, type):
-        with refused(f"{where}, which cannot be called with (policy, task)", LOOP):
-            inspect.signature(factory).bind(None, None, **arguments)
-        return environment_of(partial(factory, **arguments) if arguments else factory)
-    if isinstance(factory, type):
-        if not arguments:
-            return factory
-        kind: type[Any] = factory
-    elif callable(factory):
-        with refused(f"{where}, which fails", f"mend it; {LOOP}"):
-            kind = type(factory(**arguments))
-    else:
-        raise UserError(f"{where}, which is {shown(factory)}; name a class or a function")
-    bound = staticmethod(lambda _: factory(**arguments))
-    # `__new__` returns an environment of the class `kind`, so Python does not call `__init__`.
-    return type(kind.__name__, (kind,), {"__new__": bound, "__module__": kind.__module__})
-
-
-def _check_environment(where: str, environment: type[Any], needs_reward: bool) -> None:
-    for name in ("reset", "get_reward") if needs_reward else ("reset",):
-        if not callable(getattr(environment, name, None)):
-            hint = ", or give reward_funcs" if name == "get_reward" else ""
-            raise UserError(f"{where}, which has no {name}(); add it{hint}")
+def _check_environment(where: str, domain: Domain, needs_reward: bool) -> None:
+    environment = domain.environment
+    if not callable(getattr(environment, "reset", None)):
+        raise UserError(f"{where}, which has no reset(); add it")
+    if needs_reward and not domain.own_reward:
+        raise UserError(f"{where}, which has no get_reward(); add it, or give reward_funcs")
     remedy = "give each public method type hints and a Google docstring, or a name with _"
     remedy = "mend the schemas" if raw_call(environment) else remedy
     with refused(f"{where}, whose tools cannot be told to a model", remedy):
@@ -290,7 +308,7 @@ def generated(
     """
     data = config.data
     module = config.factories[domain.name].factory.partition(":")[0]
-    if domain.generate_tasks is None and hasattr(domain.environment, OWN_LOOP):
+    if domain.generate_tasks is None and domain.loop is not None:
         hint = f"give --tasks '{{{domain.name}: FILE}}', or generate_tasks beside the loop"
         raise UserError(f"tasks of {domain.name}: none for its loop in {module}; {hint}")
     if domain.generate_tasks is None:

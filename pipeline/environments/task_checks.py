@@ -11,7 +11,6 @@ from pipeline.common.errors import UserError
 from pipeline.common.untrusted import one_line, shown
 from pipeline.data.tasks import Message, Task
 from pipeline.environments.calls import guarded
-from pipeline.environments.discovery import OWN_LOOP
 from pipeline.environments.domains import Domain
 from pipeline.environments.experts import goal_of
 from pipeline.environments.faults import EnvironmentFault
@@ -44,7 +43,7 @@ def try_task(
     episode must have a request. With a `success`, the domain's expert must also reach this reward
     if the task has a goal.
     """
-    if hasattr(domain.environment, OWN_LOOP):
+    if domain.loop is not None:
         return ""  # a loop cannot be tried without a model
     where = f"{source}: task {shown(task.id)}"
     made = list[Started]()
@@ -54,7 +53,9 @@ def try_task(
     try:
         for trial in range(2):
             with RandomState(task, *([] if is_keyed else [trial])):
-                made.append(guarded("reset", seconds, partial(run_here, started, kind, task.row())))
+                made.append(
+                    guarded("reset", seconds, partial(run_here, started, domain.make, task.row()))
+                )
         if why := _solved(domain, task, seconds, success or 0.0)[1] if is_solvable else "":
             raise UserError(
                 f"{where}: the actions that serve its goal do not lead to what it expects ({why}); "

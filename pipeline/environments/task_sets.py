@@ -26,7 +26,6 @@ from pipeline.data.splits import (
 )
 from pipeline.data.tasks import Message, Task, Tasks
 from pipeline.environments.discovery import (
-    OWN_LOOP,
     keywords_read,
     no_tools,
     raw_call,
@@ -34,7 +33,6 @@ from pipeline.environments.discovery import (
     tool_schemas,
 )
 from pipeline.environments.domains import Domain, generated
-from pipeline.environments.single_turn import SingleTurnEnvironment
 from pipeline.environments.task_checks import try_task
 
 IsLong = Callable[[Sequence[Message]], bool]  # gets a prompt
@@ -146,7 +144,7 @@ def keys_read(domain: Domain, rewards: Iterable[Callable[..., Any]]) -> set[str]
     read = set[str]()
     for function in [domain.environment.reset, *rewards]:
         names = keywords_read(function)
-        if names is None or "id" in names or hasattr(domain.environment, OWN_LOOP):
+        if names is None or "id" in names or domain.loop is not None:
             return None
         read |= names
     return read
@@ -201,7 +199,7 @@ def undocumented(environment_class: type[Any]) -> list[str]:
 
 
 def is_single_turn(domain: Domain) -> bool:
-    return domain.environment is SingleTurnEnvironment
+    return domain.is_single_turn
 
 
 def _what_is_seen(task: Task) -> int:

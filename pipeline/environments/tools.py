@@ -205,13 +205,13 @@ class Started(NamedTuple):
     in_background: bool  # True if the environment's calls run in the background
 
 
-async def started(environment_class: type[Any], row: Mapping[str, Any]) -> Started:
+async def started(make: Callable[[], Any], row: Mapping[str, Any]) -> Started:
     """Make an environment and reset it."""
-    environment = environment_class()
+    environment = make()
     addition = await awaited(environment.reset(**reset_arguments(environment.reset, row)))
     if addition is not None and not isinstance(addition, str):
         raise TypeError(f"reset returned {type(addition).__name__}, not text or None")
-    return Started(environment, writable(addition or ""), may_wait(environment_class, environment))
+    return Started(environment, writable(addition or ""), may_wait(type(environment), environment))
 
 
 def reset_arguments(reset: Callable[..., Any], row: Mapping[str, Any]) -> Mapping[str, Any]:

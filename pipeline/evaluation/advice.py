@@ -20,6 +20,7 @@ from pipeline.config.settings import Config, EvaluationSettings
 from pipeline.data.curriculum import Stage
 from pipeline.data.tasks import Message
 from pipeline.distributed.ranks import Ranks
+from pipeline.environments.domains import Domain
 from pipeline.environments.tools import tool_schemas
 from pipeline.evaluation.transfer import Z95, mean_over_tasks, pass_at_k, rate
 from pipeline.rollout.trajectory import EpisodeRecord, StopReason, Trajectory, succeeded
@@ -434,7 +435,7 @@ class ActionCollapse:
         stage: Stage,
         step: int,
         episodes: Iterable[Trajectory],
-        environments: Mapping[str, type[Any]],
+        domains: Mapping[str, Domain],
         threshold: float,
         ranks: Ranks,
     ) -> None:
@@ -442,7 +443,7 @@ class ActionCollapse:
         mine = Counter[tuple[str, str, str, bool, bool]]()
         for t in episodes:
             if t.domain in stage.own and not t.left_out:
-                schemas = tool_schemas(environments[t.domain])
+                schemas = tool_schemas(domains[t.domain].environment)
                 decision = decision_of(t.messages, schemas, names_branch=bool(t.branch))
                 solved = succeeded(t.reward, threshold)
                 is_task = t.trial == 0

@@ -74,7 +74,7 @@ def _of_domain(
     return {
         # A task without the policy has no calls.
         name: fmean(
-            _reward(calls, domain.environment, own.get(task.key, {}).get(name, []), task, judge)
+            _reward(calls, domain, own.get(task.key, {}).get(name, []), task, judge)
             for task in tasks
         )
         for name in names
@@ -83,15 +83,15 @@ def _of_domain(
 
 def _reward(
     calls: Calls,
-    environment_class: type[Any],
+    domain: Domain,
     moves: Sequence[Call | str],
     task: Task,
     judge: Judge | None,
 ) -> float:
-    is_used = uses_random_state(environment_class)
+    is_used = uses_random_state(domain.environment)
     call = partial(calls.here, task.key)
     with suppress(EnvironmentFault), RandomState(task) if is_used else nullcontext():
-        environment, addition, _ = call("reset", partial(started, environment_class, task.row()))
+        environment, addition, _ = call("reset", partial(started, domain.make, task.row()))
         give_judge(environment, judge)
         *rules, request = task.prompt
         messages = [*rules, {**request, "content": request["content"] + addition}]

@@ -183,7 +183,7 @@ def alone(config: Config, parts: Prepared) -> tuple[Learner, Ranks]:
     learner = Learner(
         model,
         parts.chat,
-        parts.environments,
+        parts.domains,
         config,
         accelerator,
         ranks,

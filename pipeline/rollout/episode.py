@@ -18,7 +18,7 @@ from pipeline.config.settings import RolloutSettings
 from pipeline.data.tasks import Message, Task
 from pipeline.environments import tools
 from pipeline.environments.calls import Calls
-from pipeline.environments.discovery import OWN_LOOP, Play
+from pipeline.environments.domains import Domain, Play
 from pipeline.environments.faults import EnvironmentFault, FaultLog
 from pipeline.environments.language_models.customers import OpeningMessage
 from pipeline.environments.tools import RandomState, reply_of
@@ -68,20 +68,20 @@ class Episode:
     def __init__(
         self,
         request: RolloutRequest,
-        environment_class: type[Any],
+        domain: Domain,
         shared: Shared,
         opening_message: OpeningMessage | None = None,
     ) -> None:
         self.task = request.task
         self.key = request.key
-        self.environment_class = environment_class
+        self.domain = domain
         self.opening_message = opening_message
         self.shared = shared
         self._until: float | None = None  # as the rollout's
         self.environment: Any = None
-        self.in_background = opening_message is not None or tools.may_wait(environment_class)
+        self.in_background = opening_message is not None or tools.may_wait(domain.environment)
         # In the background, episodes would change the global state of each other.
-        is_used = tools.uses_random_state(environment_class) and not self.in_background
+        is_used = tools.uses_random_state(domain.environment) and not self.in_background
         self._random: AbstractContextManager[None] = (
             RandomState(self.task) if is_used else nullcontext()
         )
@@ -100,7 +100,7 @@ class Episode:
     async def play(self) -> None:
         """Play the episode to its end, and score it; a failure of the environment ends it."""
         trajectory = self.trajectory
-        schemas = tools.tool_schemas(self.environment_class)
+        schemas = tools.tool_schemas(self.domain.environment)
         self.conversation = conversation = Conversation(
             trajectory=trajectory,
             schemas=schemas,
@@ -110,14 +110,12 @@ class Episode:
         )
         try:
             await self._reset()
-            loop = getattr(self.environment_class, OWN_LOOP, None)
-            if loop is None:
-                end = await self._converse(conversation)
+            if self.domain.loop is None:
+                trajectory.stop_reason = await self._converse(conversation)
+                self.shared.policy.close(conversation)
+                await self._score()
             else:
-                end = await self._let_play(loop)
-            trajectory.stop_reason = end
-            self.shared.policy.close(conversation)
-            await self._score()
+                trajectory.stop_reason = await self._let_play(self.domain.loop)
         except EnvironmentFault as fault:
             self.shared.policy.close(conversation)
             trajectory.stop_reason = StopReason.ENVIRONMENT_ERROR
@@ -146,7 +144,7 @@ class Episode:
         return end
 
     async def _let_play(self, loop: Play) -> StopReason:
-        """Let a user's loop play the episode."""
+        """Let a user's loop play the episode, and score it."""
         trajectory = self.trajectory
         policy = LoopPolicy(
             self.shared.policy,
@@ -159,7 +157,7 @@ class Episode:
         )
         name = getattr(loop, "__name__", "play")
         try:
-            self.environment.reward = await self.shared.calls.loop(
+            trajectory.reward = await self.shared.calls.loop(
                 self.task.key, name, policy, partial(play, loop, policy, self.task)
             )
         except EnvironmentFault as fault:
@@ -176,8 +174,8 @@ class Episode:
 
     async def _reset(self) -> None:
         self._left_out = "reset"
-        start = partial(tools.started, self.environment_class, self.task.row())
-        reset = tools.method_of(self.environment_class, "reset")
+        start = partial(tools.started, self.domain.make, self.task.row())
+        reset = tools.method_of(self.domain.environment, "reset")
         started = await self._call("reset", start, reset)
         self.environment = started.environment
         self.in_background = started.in_background
@@ -202,7 +200,7 @@ class Episode:
 
     async def _call_tools(self, parsed: Parsed) -> StopReason | None:
         self._left_out = ""
-        methods = tools.tool_methods(self.environment_class)
+        methods = tools.tool_methods(self.domain.environment)
         most = self.shared.limits.max_repeated_calls
         replies = list[Message]()
         end = None
@@ -210,7 +208,7 @@ class Episode:
             if most:
                 self._repeated.append(json.dumps([name, arguments], sort_keys=True))
             call = partial(tools.answer_call, self.environment, name, arguments)
-            method = methods.get(name, tools.raw_call(self.environment_class))
+            method = methods.get(name, tools.raw_call(self.domain.environment))
             try:
                 result = await self._call(name, call, method)
             except EnvironmentFault:

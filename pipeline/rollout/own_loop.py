@@ -23,7 +23,8 @@ from pipeline.config.settings import RolloutSettings
 from pipeline.data.rng import stream_key
 from pipeline.data.rows import messages_problem, with_usual_messages
 from pipeline.data.tasks import Message, Task
-from pipeline.environments.discovery import Play, place_of, schemas_problem
+from pipeline.environments.discovery import place_of, schemas_problem
+from pipeline.environments.domains import Play
 from pipeline.environments.faults import first_of, wait_of
 from pipeline.environments.tools import MAX_REWARD, as_number
 from pipeline.rollout.trajectory import Conversation, Policy, StopReason, Trajectory

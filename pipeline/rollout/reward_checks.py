@@ -9,7 +9,6 @@ from pipeline.config.settings import SINGLE_TURN, Config
 from pipeline.data.splits import same_by
 from pipeline.data.tasks import Message, Task
 from pipeline.environments.calls import guarded
-from pipeline.environments.discovery import OWN_LOOP
 from pipeline.environments.domains import Domain
 from pipeline.environments.faults import EnvironmentFault
 from pipeline.environments.tools import RandomState, run_here, started
@@ -56,7 +55,7 @@ def check_reward_functions(
     unscored = list[str]()
     used = set[str]()
     for name, domain in domains.items() if functions else ():
-        if hasattr(domain.environment, OWN_LOOP):
+        if domain.loop is not None:
             notes.append(
                 f"{name}: its loop returns the reward; no reward function is called for it"
             )
@@ -75,8 +74,8 @@ def check_reward_functions(
                 missing[function.name] = given
                 notes.append(f"reward function {function.name} is not called for {name}: {given}")
         summed = [f"{function.name} (weight {function.weight:g})" for function in applying]
-        if hasattr(domain.environment, "get_reward"):
-            summed.insert(0, f"get_reward of {domain.environment.__name__} (weight 1)")
+        if domain.own_reward:
+            summed.insert(0, f"get_reward of {domain.own_reward} (weight 1)")
         if not summed:
             unscored.append(name)
         elif len(summed) > 1:
@@ -151,14 +150,14 @@ def _try(functions: Sequence[RewardFunction], domain: Domain, task: Task, config
             trajectory = Trajectory(domain=task.domain, task_id=task.id, messages=messages)
             try:
                 with RandomState(task):
-                    start = partial(run_here, started, domain.environment, task.row())
+                    start = partial(run_here, started, domain.make, task.row())
                     made = guarded("reset", seconds, start)
             except EnvironmentFault as fault:
                 raise UserError(
                     f"{domain.name}: reset failed on task {shown(task.id)}: "
                     f"{one_line(str(fault))}; mend the environment or the task"
                 ) from None
-            answers.append(Completion(task, made.environment, trajectory))
+            answers.append(Completion(domain, task, made.environment, trajectory))
         RewardFunctions(functions, seconds)(answers)
         if any(function.name not in trajectory.rewards for function in functions):
             raise UserError(

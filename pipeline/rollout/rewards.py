@@ -21,8 +21,7 @@ from pipeline.config.rules import reward_names
 from pipeline.config.settings import Config
 from pipeline.data.tasks import Message, Task
 from pipeline.environments.calls import Calls, awaited, run
-from pipeline.environments.discovery import OWN_LOOP
-from pipeline.environments.domains import imported
+from pipeline.environments.domains import Domain, imported
 from pipeline.environments.faults import EnvironmentFault, FaultLog, describe, only_faults
 from pipeline.environments.tools import MAX_REWARD, RandomState, as_number, writable
 from pipeline.rollout.trajectory import StopReason, Trajectory
@@ -87,6 +86,7 @@ class RewardFunction:
 class Completion:
     """A finished episode as reward functions see the episode."""
 
+    domain: Domain
     task: Task
     environment: Any
     trajectory: Trajectory
@@ -183,9 +183,9 @@ class RewardFunctions:
         self.metrics: dict[str, list[float]] = defaultdict(list)
         self._calls = Calls(seconds, on_call)
 
-    def names(self, environments: Iterable[type[Any]]) -> list[str]:
-        """Return the names of all sources of rewards, environments with `get_reward` first."""
-        own = {kind.__name__: None for kind in environments if hasattr(kind, "get_reward")}
+    def names(self, domains: Iterable[Domain]) -> list[str]:
+        """Return the names of all sources of rewards, those of domains themselves first."""
+        own = dict.fromkeys(domain.own_reward for domain in domains if domain.own_reward)
         return [*own, *(function.name for function in self.functions)]
 
     @property
@@ -208,12 +208,12 @@ class RewardFunctions:
         calls = list[_Call]()
         for _, of_task in groupby(completions, lambda completion: completion.task.key):
             group = list(of_task)
-            for completion in group:
-                trajectory = completion.trajectory
-                kind = type(completion.environment)
-                has_own = hasattr(kind, "get_reward")
-                trajectory.rewards = {kind.__name__: trajectory.reward} if has_own else {}
-            if hasattr(type(group[0].environment), OWN_LOOP):
+            domain = group[0].domain
+            for trajectory in (completion.trajectory for completion in group):
+                trajectory.rewards = {}
+                if domain.own_reward:
+                    trajectory.rewards[domain.own_reward] = trajectory.reward
+            if domain.loop is not None:
                 continue  # a loop returns the reward, and no one conversation is the completion
             columns = [*columns_of(group[0].task), *self._judge]
             calls += [_Call(f, group) for f in self.functions if not f.missing(columns)]

@@ -6,11 +6,11 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
-from typing import Any
 
 from pipeline.common.console import say
 from pipeline.config.settings import RolloutSettings
 from pipeline.environments.calls import TICK_S, Calls, run
+from pipeline.environments.domains import Domain
 from pipeline.environments.faults import FaultLog
 from pipeline.environments.language_models.customers import OpeningMessage, record
 from pipeline.environments.tools import Judge, reply_of
@@ -43,7 +43,7 @@ class Rollout:
         self,
         policy: Policy,
         chat: Chat,
-        environments: dict[str, type[Any]],
+        domains: Mapping[str, Domain],
         limits: RolloutSettings,
         deterministic: bool = False,
         *,
@@ -57,7 +57,7 @@ class Rollout:
     ) -> None:
         self.policy = policy
         self.chat = chat
-        self.environments = environments
+        self.domains = domains
         self.limits = limits
         self.deterministic = deterministic
         self.rewards = rewards
@@ -106,7 +106,7 @@ class Rollout:
             episodes = [
                 Episode(
                     request,
-                    self.environments[request.task.domain],
+                    self.domains[request.task.domain],
                     shared,
                     self.opening_messages.get(request.task.domain),
                 )
@@ -181,7 +181,7 @@ class Rollout:
             for episode in episodes
             if episode.trajectory.stop_reason is not StopReason.ENVIRONMENT_ERROR
         ]
-        made = [Completion(e.task, e.environment, e.trajectory) for e in played]
+        made = [Completion(e.domain, e.task, e.environment, e.trajectory) for e in played]
         await self.rewards.score(made, self.faults)
         for trajectory in (e.trajectory for e in played if e.trajectory.left_out == "reward"):
             self.faults.add(trajectory.domain, trajectory.task_id, "reward_funcs", trajectory.error)

@@ -22,6 +22,7 @@ from pipeline.data.curriculum import Stage
 from pipeline.distributed.devices import dtype_of, uses_bf16
 from pipeline.distributed.ranks import Ranks
 from pipeline.distributed.sharding import shard_model
+from pipeline.environments.domains import Domain
 from pipeline.environments.faults import FaultLog
 from pipeline.models import lora
 from pipeline.models.chat.template import Chat
@@ -93,7 +94,7 @@ class Learner:
         self,
         model: Any,
         chat: Chat,
-        environments: dict[str, type[Any]],
+        domains: Mapping[str, Domain],
         config: Config,
         accelerator: Any,
         ranks: Ranks,
@@ -118,7 +119,7 @@ class Learner:
         self.rollout = Rollout(
             self.sampling,
             chat,
-            environments,
+            domains,
             config.rollout,
             config.run.deterministic,
             on_progress=ranks.progress,

@@ -29,6 +29,7 @@ from common import machine, parser_of, write_json
 from pipeline.config.settings import RolloutSettings
 from pipeline.data.rng import stream_key
 from pipeline.data.tasks import Task
+from pipeline.environments import Domain
 from pipeline.models.chat.template import Chat
 from pipeline.models.tiny import tiny_model, tiny_tokenizer
 from pipeline.rollout.rollout import Rollout, RolloutRequest, SamplerPolicy
@@ -161,7 +162,8 @@ def play(count: int, environment: type[Any]) -> tuple[list[Trajectory], float, f
         max_tokens_per_turn=MESSAGE_TOKENS,
         max_concurrent_episodes=count,
     )
-    rollout = Rollout(SamplerPolicy(sampler, chat, limits), chat, {"desk": environment}, limits)
+    domains = {"desk": Domain(name="desk", environment=environment)}
+    rollout = Rollout(SamplerPolicy(sampler, chat, limits), chat, domains, limits)
     requests = [request(str(number)) for number in range(count)]
     begun = time.perf_counter()
     trajectories = rollout(requests)

@@ -211,7 +211,7 @@ def script_of(task: Task, parts: Prepared, sibling: int) -> list[list[int]]:
 
     domain = parts.domains[task.domain]
     assert domain.expert is not None, f"{domain.name} has no expert to begin with"
-    messages, _ = run_expert(domain.environment(), domain.expert, task)
+    messages, _ = run_expert(domain.make(), domain.expert, task)
     look_up = next(message for message in messages if message.get("tool_calls"))
     function = look_up["tool_calls"][0]["function"]
     said: list[dict[str, Any]] = []

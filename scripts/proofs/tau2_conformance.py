@@ -55,7 +55,7 @@ FLOORS = {
 def started(domain: Domain, task: str) -> Any:
     """Return an environment of the pipeline in the initial state of an official task."""
     row = Task(domain=domain.name, id=task, prompt=(), payload=json.dumps({"id": task})).row()
-    environment = domain.environment()
+    environment = domain.make()
     environment.reset(**row)
     return environment
 

@@ -429,7 +429,7 @@ def played(
 ) -> list[tuple[str, ToolAnswer]]:
     answers: list[tuple[str, ToolAnswer]] = []
     with RandomState(task):
-        environment = run_here(started, domain.environment, task.row()).environment
+        environment = run_here(started, domain.make, task.row()).environment
 
         def call(name: str, **arguments: Any) -> ToolAnswer:
             answers.append((name, run_here(answer_call, environment, name, arguments)))
@@ -440,7 +440,7 @@ def played(
     said = [*map(dict, task.prompt), {"role": "assistant", "content": "Done."}]
     trajectory = Trajectory(domain=domain.name, task_id=task.id, messages=said, reward=reward)
     if rewards is not None:
-        rewards([Completion(task, environment, trajectory)])
+        rewards([Completion(domain, task, environment, trajectory)])
     assert not trajectory.error, trajectory.error
     assert trajectory.reward >= example.reward, f"scripted calls earn {trajectory.reward:g}"
     return answers

@@ -296,7 +296,9 @@ def test_an_embedded_domain_is_one_that_is_named_by_its_import_string():
 def test_a_module_need_not_offer_anything(own):
     code = BANK[: BANK.index("def expert")].replace("WORDS =", "_words =")
     bank = load_domains(own(code, "silent_bank"))["bank"]
-    assert bank == Domain(name="bank", environment=bank.environment, words=bank.words)
+    assert bank == Domain(
+        name="bank", environment=bank.environment, factory=bank.environment, words=bank.words
+    )
     assert list(bank.words()) == []
     vocabulary = tiny_tokenizer([bank]).get_vocab()
     assert vocabulary == tokenizer().get_vocab()
@@ -331,7 +333,7 @@ def test_the_demonstrations_are_what_a_rollout_would_hold(own):
     """With what `reset` adds to the request, and a tool's words that are no JSON."""
     (bank,) = load_domains(own()).values()
     task = generated(own(), bank, 2, "train")[1]
-    messages, reward = run_expert(bank.environment(), bank.expert, task)
+    messages, reward = run_expert(bank.make(), bank.expert, task)
     assert reward == 1.0
     said = [(message["role"], message["content"]) for message in messages]
     assert said == [
@@ -346,7 +348,7 @@ def test_the_demonstrations_are_what_a_rollout_would_hold(own):
         ("assistant", "Done."),
     ]
     assert task.prompt[-1]["content"] == "freeze it"
-    wrong = [run_expert(bank.environment(), bank.expert, task, 0.0, seed)[1] for seed in range(20)]
+    wrong = [run_expert(bank.make(), bank.expert, task, 0.0, seed)[1] for seed in range(20)]
     assert 0.0 in wrong
 
 

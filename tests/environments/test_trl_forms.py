@@ -85,10 +85,9 @@ def episodes(config, tasks, script, group=2):
     """Play `script` in each episode of a group of each task."""
     requests = [RolloutRequest(task=t, trial=n, key=0) for t in tasks for n in range(group)]
     keyed = [RolloutRequest(task=r.task, trial=r.trial, key=k) for k, r in enumerate(requests)]
-    classes = {name: domain.environment for name, domain in load_domains(config).items()}
     sampler = ScriptedSampler({request.key: script for request in keyed})
     rewards = load_reward_functions(config)
-    return rollout_of(sampler, chat(), classes, config.rollout, rewards=rewards)(keyed)
+    return rollout_of(sampler, chat(), load_domains(config), config.rollout, rewards=rewards)(keyed)
 
 
 def replies(trajectory):
@@ -227,7 +226,7 @@ def test_a_factory_makes_environments_of_its_class():
     for factory in ("Strict", "make_strict"):
         environments = {"own": {"factory": f"{FORMS}:{factory}", "arguments": {"limit": 7}}}
         config = config_of(environments, reward_funcs=HITS)
-        made = load_domains(config)["own"].environment()
+        made = load_domains(config)["own"].make()
         assert type(made) is trl_forms.Strict
         assert made.limit == 7
     assert "TypeError" in refusal(domain_of, "make_strict")

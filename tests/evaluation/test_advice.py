@@ -16,6 +16,7 @@ from pipeline.config.settings import Config, EvaluationSettings
 from pipeline.data.curriculum import Stage
 from pipeline.data.tasks import Task
 from pipeline.distributed.ranks import Ranks
+from pipeline.environments import Domain
 from pipeline.environments.tools import tool_schemas
 from pipeline.evaluation import advice
 from pipeline.evaluation.advice import (
@@ -385,6 +386,9 @@ class Returns:
         return "ok"
 
 
+DESK = Domain(name="desk", environment=Returns)
+
+
 CONFIG = Config.model_validate({"grpo": {"learning_rate": 3e-4}})
 
 
@@ -424,7 +428,7 @@ def told(*steps, ranks=ALONE):
     for step, episodes in enumerate(steps, 1):
         decisions = resumed(decisions)
         mine = named(episodes)[4 * ranks.rank : 4 * ranks.rank + 4 if ranks.num_ranks > 1 else None]
-        decisions.add(STAGE, step, mine, {"desk": Returns}, 1.0, ranks)
+        decisions.add(STAGE, step, mine, {"desk": DESK}, 1.0, ranks)
         lines.append([*decisions.messages({**METRICS, "train/entropy": 1 / step}, CONFIG)])
     return lines, decisions.state_dict()
 
@@ -459,7 +463,7 @@ def entropies(*values, solved=False, trained=8.0):
     lines, decisions = list[str](), ActionCollapse()
     for step, entropy in enumerate(values, 1):
         decisions = resumed(decisions)
-        decisions.add(STAGE, step, named(of_step("", solved=solved)), {"desk": Returns}, 1.0, ALONE)
+        decisions.add(STAGE, step, named(of_step("", solved=solved)), {"desk": DESK}, 1.0, ALONE)
         metrics = {"train/entropy": entropy, "train/trained_episodes": trained}
         lines += [f"{step} {line}" for line in decisions.messages(metrics, CONFIG)]
     return lines

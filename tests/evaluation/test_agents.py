@@ -82,7 +82,7 @@ def test_an_agent_that_makes_the_experts_calls_earns_1_and_is_paid_once(tmp_path
     tasks = domain.generate_tasks(0, 3, "test", "medium")
     scripts = {}
     for task in tasks:
-        messages, reward = run_expert(domain.environment(), domain.expert, task)
+        messages, reward = run_expert(domain.make(), domain.expert, task)
         assert reward == 1
         said = [message for message in messages if message["role"] == "assistant"]
         scripts |= {seed_of(*task.key, trial): said for trial in (0, 1)}

@@ -29,7 +29,7 @@ from pipeline.training.token_logprobs import TokenLogprobs
 from scripts.proofs.grid import make_trajectory
 from scripts.proofs.ranks import play_ranks
 from tests.support.fake_gpu import DEVICE, build_guard, fake_gpu
-from tests.support.helpers import chat, embedded, environments_of, module_of, tokenizer
+from tests.support.helpers import chat, embedded, module_of, tokenizer
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 
@@ -85,7 +85,7 @@ def play(guard):
     gc.disable()
     with fake_gpu(guard, token=tag, end=chat().end_of_turn_id) as gpu:
         accelerator = SimpleNamespace(device=DEVICE, autocast=lambda: torch.autocast("cuda", BF16))
-        given = chat(), environments_of(embedded(*names)), config, accelerator, Ranks(0, 1, 60)
+        given = chat(), embedded(*names), config, accelerator, Ranks(0, 1, 60)
         policy = Learner(qwen(shape, True), *given, make_sampler=make_sampler)
         policy.sync_weights()
         held = gpu.allocated

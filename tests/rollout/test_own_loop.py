@@ -15,8 +15,7 @@ import torch
 
 from pipeline.common.errors import UserError
 from pipeline.config.settings import Config, RolloutSettings
-from pipeline.environments import load_domains
-from pipeline.environments.discovery import environment_of
+from pipeline.environments import Domain, load_domains
 from pipeline.environments.domains import generated
 from pipeline.environments.faults import Outage
 from pipeline.rollout.own_loop import EpisodeOver
@@ -61,7 +60,9 @@ def play(loop, *scripts, limits=LIMITS, deterministic=False, trials=1, **setting
     limits = limits.model_copy(update=settings)
     sampler = Sampler(scripts)
     policy = SamplerPolicy(sampler, chat(), limits)
-    rollout = Rollout(policy, chat(), {"desk": environment_of(loop)}, limits, deterministic)
+    rollout = Rollout(
+        policy, chat(), {"desk": Domain(name="desk", loop=loop)}, limits, deterministic
+    )
     task = make_task(columns=json.dumps({"answer": "blue"}))
     requests = [RolloutRequest(task=task, trial=n, key=n) for n in range(trials)]
     trajectories = rollout(requests)
@@ -225,7 +226,7 @@ def test_a_deterministic_rollout_samples_the_same_rows_however_long_loops_take()
         rows = []
         policy = SamplerPolicy(Rows([[say("x")] * 3] * 32), chat(), LIMITS)
         limits = LIMITS.model_copy(update={"max_turns": 20})
-        rollout = Rollout(policy, chat(), {"desk": environment_of(loop)}, limits, True)
+        rollout = Rollout(policy, chat(), {"desk": Domain(name="desk", loop=loop)}, limits, True)
         rollout([RolloutRequest(task=make_task(), trial=n, key=n) for n in range(8)])
         found.append(rows)
     assert found[1:] == found[:1] * 3
@@ -250,7 +251,9 @@ def test_the_numbers_of_a_conversation_do_not_depend_on_when_it_begins():
     for order in ((0, 1, 1), (1, 0, 1)):
         sampler = Watched([[say("x")]] * 3)
         policy = SamplerPolicy(sampler, chat(), LIMITS)
-        rollout = Rollout(policy, chat(), {"desk": environment_of(loop_with(order))}, LIMITS)
+        rollout = Rollout(
+            policy, chat(), {"desk": Domain(name="desk", loop=loop_with(order))}, LIMITS
+        )
         rollout([RolloutRequest(task=make_task(), trial=0, key=7)])
     first, second = keys[:3], keys[3:]
     assert len(set(first)) == 3
@@ -282,8 +285,8 @@ def play_held(loop, *scripts, held=1, trials=1, deterministic=False):
     """The first episode, and the sampler, whose event is the loop's third argument."""
     sampler = Held(scripts, held)
     policy = SamplerPolicy(sampler, chat(), LIMITS)
-    environment = environment_of(partial(loop, goes_on=sampler.goes_on))
-    rollout = Rollout(policy, chat(), {"desk": environment}, LIMITS, deterministic)
+    domain = Domain(name="desk", loop=partial(loop, goes_on=sampler.goes_on))
+    rollout = Rollout(policy, chat(), {"desk": domain}, LIMITS, deterministic)
     requests = [RolloutRequest(task=make_task(), trial=n, key=n) for n in range(trials)]
     episodes = rollout(requests)
     assert sampler.num_open == 0 and policy.num_waiting == 0
@@ -596,7 +599,7 @@ def test_the_time_of_the_sampler_does_not_count():
 
     limits = LIMITS.model_copy(update={"call_timeout": SHORT_S})
     policy = SamplerPolicy(Slow([[say("x")]] * 2), chat(), limits)
-    rollout = Rollout(policy, chat(), {"desk": environment_of(loop)}, limits)
+    rollout = Rollout(policy, chat(), {"desk": Domain(name="desk", loop=loop)}, limits)
     (episode,) = rollout([RolloutRequest(task=make_task(), trial=0, key=0)])
     assert (episode.reward, episode.error) == (1.0, "")
 
@@ -748,8 +751,8 @@ def test_reward_functions_are_not_called_for_a_loop():
 
     rewards = RewardFunctions([RewardFunction("never", never)], 5.0)
     policy = SamplerPolicy(Sampler([[say("x")]]), chat(), LIMITS)
-    environments = {"desk": environment_of(loop)}
-    rollout = Rollout(policy, chat(), environments, LIMITS, rewards=rewards)
+    domains = {"desk": Domain(name="desk", loop=loop)}
+    rollout = Rollout(policy, chat(), domains, LIMITS, rewards=rewards)
     (episode,) = rollout([RolloutRequest(task=make_task(), trial=0, key=0)])
     assert (episode.reward, episode.rewards, episode.left_out) == (0.5, {"loop": 0.5}, "")
 
@@ -764,9 +767,9 @@ def test_what_is_watched_are_the_messages_of_all_conversations():
 
     seen = []
     policy = SamplerPolicy(Sampler([[say("a"), say("b")], [say("c")]]), chat(), LIMITS)
-    environments = {"desk": environment_of(loop)}
+    domains = {"desk": Domain(name="desk", loop=loop)}
     watch = lambda environment, messages: seen.extend(m["content"] for m in messages)  # noqa: E731
-    rollout = Rollout(policy, chat(), environments, LIMITS, watch=watch)
+    rollout = Rollout(policy, chat(), domains, LIMITS, watch=watch)
     rollout([RolloutRequest(task=make_task(), trial=0, key=0)])
     assert seen == ["one", "a", "two", "b", "three", "c"]
 
@@ -785,7 +788,7 @@ def test_a_coroutine_function_is_a_domain(tmp_path, monkeypatch):
     data = {"domains": ["desk"], "environments": {"desk": factory}, "tasks": {"desk": "x.jsonl"}}
     domain = load_domains(Config(data=data))["desk"]
     policy = SamplerPolicy(Sampler([[say("long")]]), chat(), LIMITS)
-    rollout = Rollout(policy, chat(), {"desk": domain.environment}, LIMITS)
+    rollout = Rollout(policy, chat(), {"desk": domain}, LIMITS)
     (episode,) = rollout([RolloutRequest(task=make_task(), trial=0, key=0)])
     assert (episode.reward, episode.messages[0]["content"]) == (1.0, "long")
 

@@ -21,6 +21,7 @@ import torch
 from pipeline.config.rules import check
 from pipeline.config.settings import Config
 from pipeline.data.tasks import Task
+from pipeline.environments import Domain
 from pipeline.environments.calls import Calls
 from pipeline.environments.single_turn import SingleTurnEnvironment
 from pipeline.rollout import rewards as rewards_module
@@ -205,7 +206,7 @@ def test_functions_see_environments_and_add_to_their_rewards():
     trajectories, made = play([seen], ("done", "no"), environment=Counting)
     assert numbers(trajectories) == [11.0, 0.0]
     assert trajectories[0].rewards == {"Counting": 1.0, "seen": 10.0}
-    assert made.names([Counting]) == ["Counting", "seen"]
+    assert made.names([Domain(name="desk", environment=Counting)]) == ["Counting", "seen"]
 
 
 # Failures

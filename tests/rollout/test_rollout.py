@@ -28,7 +28,6 @@ from tests.support.helpers import (
     call,
     chat,
     embedded,
-    environments_of,
     make_task,
     module_of,
     rollout_of,
@@ -325,14 +324,14 @@ def test_no_more_than_max_live_episodes_are_open_at_once_and_order_is_kept():
 @pytest.mark.parametrize("domain", DOMAINS)
 def test_an_experts_messages_earn_the_reward_through_the_rollout(domain):
     module = module_of(domain)
-    environments = environments_of(embedded(domain))
+    domains = embedded(domain)
     tasks = module.generate_tasks(5, 8, "train", "medium")
     scripts = {}
     for number, task in enumerate(tasks):
-        messages, reward = run_expert(environments[domain](), module.expert, task)
+        messages, reward = run_expert(domains[domain].make(), module.expert, task)
         assert reward == 1.0
         scripts[number] = [m for m in messages if m["role"] == "assistant"]
-    rollout = rollout_of(ScriptedSampler(scripts), chat(), environments, RolloutSettings())
+    rollout = rollout_of(ScriptedSampler(scripts), chat(), domains, RolloutSettings())
     trajectories = rollout([RolloutRequest(task=t, trial=0, key=n) for n, t in enumerate(tasks)])
     assert [trajectory.reward for trajectory in trajectories] == [1.0] * 8
     assert {trajectory.stop_reason for trajectory in trajectories} == {StopReason.COMPLETED}
@@ -391,7 +390,7 @@ def test_a_rollout_that_runs_out_of_memory_goes_on_with_half_as_many_episodes(
     for fails in (None, failing):
         sampler = ShortOfMemory(model, chat().end_of_turn_id, 1.0, torch.float32, max_tokens=150)
         sampler.failing = fails
-        rollout = rollout_of(sampler, chat(), environments_of(embedded("retail")), limits)
+        rollout = rollout_of(sampler, chat(), embedded("retail"), limits)
         played.append(rollout(requests))
         assert not sampler._slots and not rollout.policy._open
         assert rollout.policy.max_episodes == (8 if fails is None else number // 2)

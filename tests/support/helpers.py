@@ -134,8 +134,12 @@ class Desk:
 def rollout_of(
     sampler: Any, chat: Chat, environments: Any, limits: Any, *args: Any, **given: Any
 ) -> Rollout:
-    """A rollout whose policy is a sampler."""
-    return Rollout(SamplerPolicy(sampler, chat, limits), chat, environments, limits, *args, **given)
+    """A rollout whose policy is a sampler; `environments` are classes or domains by name."""
+    domains = {
+        name: kind if isinstance(kind, Domain) else Domain(name=name, environment=kind)
+        for name, kind in environments.items()
+    }
+    return Rollout(SamplerPolicy(sampler, chat, limits), chat, domains, limits, *args, **given)
 
 
 class ScriptedSampler:

@@ -36,7 +36,7 @@ def _trace(domain: Domain, task: Task) -> Trace:
     A tool that shows the record has an empty outcome. Ids that the goal or an earlier outcome
     names are replaced by roles such as `<record>`.
     """
-    messages, reward = run_expert(domain.environment(), domain.expert, task)
+    messages, reward = run_expert(domain.make(), domain.expert, task)
     assert reward == 1, task
     roles = {value: f"<{key}>" for key, value in goal_of(task).items() if key != "family"}
 

@@ -19,7 +19,6 @@ from pipeline.common.errors import UserError, nearest
 from pipeline.common.untrusted import read_file, shown
 from pipeline.data.tasks import Message
 from pipeline.environments.domains import Domain
-from pipeline.environments.single_turn import SingleTurnEnvironment
 from pipeline.environments.tools import tool_schemas
 
 MAX_TEMPLATE_BYTES = 1 << 20
@@ -281,9 +280,9 @@ def named_template(name: str, tokenizer: Any) -> str:
 
 def needs_of(domains: Iterable[Domain]) -> Needs:
     """Return what conversations in these domains need of a chat template."""
-    environments = [domain.environment for domain in domains]
+    used = list(domains)
     return Needs(
-        tools=any(map(tool_schemas, environments)),
+        tools=any(tool_schemas(domain.environment) for domain in used),
         # An environment of a user's may make a `user` who answers in any method.
-        replies=any(kind is not SingleTurnEnvironment for kind in environments),
+        replies=any(not domain.is_single_turn for domain in used),
     )

@@ -136,7 +136,7 @@ def test_an_episode_without_the_customers_stop_earns_nothing(checkout_path, tmp_
 def test_before_a_run_no_call_is_made_and_the_first_words_are_the_scenarios(checkout_path):
     domain = load_domains(config_of(["retail"], tau2=str(checkout_path)))["retail"]
     task = domain.generate_tasks(0, 1, "test", "medium")[0]
-    environment = domain.environment()
+    environment = domain.make()
     assert task.prompt[1]["role"] == "assistant" and task.prompt[2]["content"] == ""
     assert environment.reset(**task.row()) == environment.user.first_words != ""
     about = domain.about()

@@ -56,7 +56,7 @@ def test_what_doing_nothing_solves_is_rare_in_training_and_all_there_in_evaluati
     share = sum(task.family == NOTHING for task in train) / len(train)
     assert domain.family_shares.get(NOTHING, share) <= 0.2
     for task in (*train, *test):
-        episode = domain.environment()
+        episode = domain.make()
         episode.reset(**task.row())
         episode.stop_reason, episode.messages = "completed", []
         assert (episode.get_reward() == 1) == (task.family == NOTHING)
