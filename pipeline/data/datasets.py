@@ -4,12 +4,15 @@ A dataset cannot make the pipeline read files outside the dataset's folder.
 """
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlparse
 
+from pipeline.common.children import rehearse
 from pipeline.common.errors import UserError
 from pipeline.common.hub import hub_reachable
 from pipeline.common.untrusted import (
@@ -20,7 +23,6 @@ from pipeline.common.untrusted import (
     reason_of,
     shown,
 )
-from pipeline.data.packed import check_cards, check_unpacked
 from pipeline.data.rows import DatasetRows, JoinedRows, rows_of_dataset_file
 from pipeline.data.tasks import Tasks, Visit, load_tasks, tasks_of
 
@@ -28,6 +30,7 @@ KINDS = ("json", "parquet", "csv", "arrow")  # formats whose rows cannot refer t
 CARDS = ("README.md", ".huggingface.yaml")  # files that name a dataset's data files
 HUB = "hf://datasets/"  # start of the names of files on the hub
 MAX_STATE_BYTES = 8 << 20
+MAX_CARD_BYTES = 8 << 20
 
 
 def open_tasks(
@@ -116,15 +119,15 @@ def _named(path: Path, key: str) -> list[str]:
 def _load_dataset(source: str, split: str) -> Any:
     """Return rows of JSON files, or a split of a dataset on the hub or in a folder.
 
-    Raises ValueError for a file outside the dataset's folder, with a format that KINDS lacks, or
-    that unpacks to too many bytes.
+    Raises ValueError for a file outside the dataset's folder, or with a format that KINDS lacks.
     """
     from datasets import Features, Value, config, load_dataset, load_dataset_builder
+    from datasets.download import DownloadManager
 
     is_folder = os.path.isdir(source)
     is_online = not config.HF_HUB_OFFLINE
     cards = [Path(source, name) for name in CARDS] if is_folder else _cards_of_hub(source)
-    check_cards(filter(Path.is_file, cards), allowed="" if is_folder else HUB)
+    _check_cards(filter(Path.is_file, cards), allowed="" if is_folder else HUB)
     builder = load_dataset_builder(source)
     kind = builder.info.builder_name
     if kind not in KINDS:
@@ -133,15 +136,15 @@ def _load_dataset(source: str, split: str) -> Any:
     for file in chain(*named.values()):
         if not (is_inside(file, source) if is_folder else file.startswith(HUB)):
             raise ValueError(f"it names the file {shown(file)} outside of it")
-    if is_folder or is_online:
-        if kind == "json" and split in named:
-            # Arrow's types would turn texts into dates and large integers into floats, and would
-            # give all objects of a column the same keys.
-            paths = _unpacked(named[split])
-            rows = [part for path in paths if (part := rows_of_dataset_file(path)) is not None]
-            if len(rows) == len(paths):
-                return JoinedRows(rows, named[split])
-        _unpacked([*chain(*named.values())])
+    if kind == "json" and split in named and (is_folder or is_online):
+        # Arrow's types would turn texts into dates and large integers into floats, and would give
+        # all objects of a column the same keys.
+        manager = DownloadManager()
+        unpacked = manager.iter_files(manager.download_and_extract(named[split]))
+        paths = [Path(str(path)) for path in unpacked]
+        rows = [part for path in paths if (part := rows_of_dataset_file(path)) is not None]
+        if len(rows) == len(paths):
+            return JoinedRows(rows, named[split])
     dataset = load_dataset(source, split=split)
     if kind == "csv":  # It holds texts alone: "007" is no number, and "NA" is a word.
         texts = Features({name: Value("string") for name in dataset.column_names})
@@ -169,11 +172,43 @@ def _cards_of_hub(name: str) -> Iterator[Path]:
             yield Path(path)
 
 
-def _unpacked(files: list[str]) -> list[Path]:
-    """Download and unpack files; raises ValueError if they would unpack to too many bytes."""
-    from datasets.download import DownloadManager
+def _check_cards(paths: Iterable[Path], allowed: str = "") -> None:
+    """Raise UserError if a dataset's card names files outside of the dataset, before they are read.
 
-    manager = DownloadManager()
-    paths = manager.download(files)
-    check_unpacked(Path(str(path)) for path in paths)
-    return [Path(str(path)) for path in manager.iter_files(manager.extract(paths))]
+    URLs that begin with `allowed` are no such files.
+    """
+    for path in paths:
+        rehearse(path.name, partial(_check_card, path, allowed), "shorten it")
+
+
+def _check_card(path: Path, allowed: str) -> None:
+    import yaml
+    from huggingface_hub import DatasetCard
+
+    try:
+        text = read_file(path, MAX_CARD_BYTES).decode()
+        card = DatasetCard(text).data.to_dict() if path.suffix == ".md" else yaml.safe_load(text)
+        repr(card)  # takes gigabytes for some short texts; errors of `datasets` show it
+        configs = card.get("configs") or [] if isinstance(card, dict) else []
+        names = [*_texts([[of.get(key) for key in ("data_files", "data_dir")] for of in configs])]
+    except MemoryError:
+        raise
+    except Exception as error:  # the libraries raise errors of many types
+        raise UserError(f"{path.name} cannot be read ({reason_of(error)})") from None
+    for name in names:
+        on_hub = bool(allowed) and name.startswith(allowed) and "::" not in name
+        if not (on_hub or _is_local(name)):
+            raise UserError(f"{path.name} names the file {shown(name)} outside of it")
+
+
+def _texts(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict | list):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _texts(item)
+
+
+def _is_local(name: str) -> bool:
+    is_url = bool(urlparse(name).scheme) or "::" in name
+    return not (is_url or os.path.isabs(name) or ".." in Path(name).parts)
