@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from pipeline.common.errors import UserError, nearest
 from pipeline.config.installed import installed_domains
-from pipeline.config.settings import EMBEDDED_DOMAINS, Config, EndpointSettings
+from pipeline.config.settings import EMBEDDED_DOMAINS, LOSSES, Config, EndpointSettings, Section
 
 JOINT_STAGES = ("mixed", "interleaved")
 IMPORT_STRING = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
@@ -25,6 +25,11 @@ def reward_names(functions: Sequence[str]) -> list[str]:
     """Return the names of reward functions in metrics: `function`, or else `module:function`."""
     names = [target.rpartition(":")[2] for target in functions]
     return [n if names.count(n) == 1 else t for n, t in zip(names, functions, strict=True)]
+
+
+def changed(section: Section) -> list[str]:
+    """Return the settings of a section that have other values than by default."""
+    return [n for n, value in section if value != type(section).model_fields[n].default]
 
 
 def check(config: Config) -> None:
@@ -86,7 +91,7 @@ def left_out(config: Config) -> list[str]:
         ),
         *(
             (
-                not run.plan and getattr(run, name) != type(run).model_fields[name].default,
+                not run.plan and name in changed(run),
                 f"{name}: has no effect without plan",
             )
             for name in ("plan_tflops", "plan_bandwidth")
@@ -114,11 +119,11 @@ def left_out(config: Config) -> list[str]:
     ]
     rows += [
         (
-            config.rollout.sampler != "vllm" and value != type(section).model_fields[name].default,
+            config.rollout.sampler != "vllm",
             f"{name}: has no effect without sampler vllm",
         )
         for section in (config.rollout, config.grpo)
-        for name, value in section
+        for name in changed(section)
         if name.startswith("vllm_")
     ]
     return [line for has_no_effect, line in rows if has_no_effect]
@@ -150,7 +155,7 @@ def _environments(config: Config) -> Rows:
 def _endpoints(config: Config) -> Rows:
     for role, endpoint in _endpoints_of(config).items():
         url = endpoint.url
-        unused = [n for n, value in endpoint if value != type(endpoint).model_fields[n].default]
+        unused = changed(endpoint)
         yield from (
             (
                 url is None,
@@ -283,7 +288,6 @@ def _curriculum(config: Config) -> Rows:
 def _loss(config: Config) -> Rows:
     grpo = config.grpo
     high = grpo.upper_clip
-    is_cispo = grpo.loss_type == "cispo"
     least = grpo.vllm_importance_sampling_clip_min
     most = grpo.vllm_importance_sampling_clip_max
     return [
@@ -292,12 +296,12 @@ def _loss(config: Config) -> Rows:
             f"epsilon_high: got {high}, below epsilon {grpo.epsilon}; give epsilon, more, or null",
         ),
         (
-            is_cispo and high < 1,
+            grpo.loss_type == "cispo" and high < 1,
             f"epsilon_high: got {high}, the largest ratio of cispo; give 1 or more, such as 5",
         ),
-        (
-            is_cispo and grpo.delta is not None,
-            "delta: not used by loss_type cispo; take it out",
+        *(
+            (name in changed(grpo), f"{name}: not used by loss_type {grpo.loss_type}; take it out")
+            for name in LOSSES[grpo.loss_type]
         ),
         (
             grpo.delta is not None and grpo.delta <= 1 + high,

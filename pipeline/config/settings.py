@@ -24,7 +24,14 @@ MAX_SEED = 2**32 - 1  # the largest seed that NumPy accepts
 Difficulty = Literal["easy", "medium", "hard"]
 # A step of `mixed` has groups of every domain; a step of `interleaved` has groups of one domain.
 Curriculum = Literal["sequential", "mixed", "interleaved"]
-LossType = Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo"]
+# Each loss, with the settings that it does not use. `training/grpo.py` has the formulas.
+LOSSES: dict[str, tuple[str, ...]] = {
+    "grpo": (),
+    "bnpo": (),
+    "dr_grpo": (),
+    "dapo": (),
+    "cispo": ("delta",),
+}
 RatioLevel = Literal["token", "sequence"]
 Correction = Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
 Share = Annotated[float, Field(ge=0, le=1)]
@@ -269,7 +276,9 @@ class GRPOSettings(Section):
     epsilon: PositiveFloat = field(0.2, "lower clip of the ratio")
     epsilon_high: PositiveFloat | None = field(0.28, "upper clip; null: epsilon; cispo: the limit")
     delta: PositiveFloat | None = field(None, "bound of the ratio for negative advantages")
-    loss_type: LossType = field("dapo", "the loss and its normalisation, as in TRL")
+    loss_type: Literal[*LOSSES] = field(  # type: ignore[invalid-literal]
+        "dapo", "the loss and its normalisation, as in TRL"
+    )
     importance_sampling_level: RatioLevel = field("token", "a ratio per token, or episode (GSPO)")
     scale_rewards: Literal["group", "batch", "none"] = field("group", "divisor of the advantages")
     domain_advantage_scale: Weights = field({}, "factors of advantages, by domain; missing: 1")

@@ -9,8 +9,8 @@ The loss of a sampled token follows GRPO (Shao et al. 2024, arXiv 2402.03300, eq
 
 `old_logprobs` are the sampler's log-probabilities. DAPO (Yu et al. 2025, arXiv 2503.14476, equation
 10) added the bound `epsilon_high` to GRPO. INTELLECT-2 (2025, arXiv 2505.07291) added the bound
-`delta`, which is off by default. The setting `loss_type` selects the weight of each token in the
-loss (see the function `token_weights`).
+`delta`, which is off by default. The setting `loss_type` selects a row of the table `FORMULAS`: the
+formula, and the weight of each token in the loss.
 
 `loss_type: cispo` (MiniMax-M1, 2025, arXiv 2506.13585, equations 4 and 5) keeps the gradient of
 tokens with a clipped ratio: `loss = -stop_gradient(min(ratio, epsilon_high)) * advantages *
@@ -35,6 +35,7 @@ counts within each micro-batch, not over all ranks.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
+from typing import NamedTuple
 
 import torch
 
@@ -87,24 +88,82 @@ JOINED_RATIOS: list[Joined] = [
 ]
 
 
+class Terms(NamedTuple):
+    """The policy loss of each token, [N], and where its ratio is clipped."""
+
+    loss: torch.Tensor
+    is_low: torch.Tensor  # at 1 - epsilon
+    is_high: torch.Tensor
+    is_clipped: torch.Tensor  # at any bound
+
+
+def clipped_ratio(
+    ratio: torch.Tensor, logprobs: torch.Tensor, advantages: torch.Tensor, settings: GRPOSettings
+) -> Terms:
+    """Return the terms of the loss with clipped ratios (see the top of this file)."""
+    low = 1 - settings.epsilon
+    high = 1 + settings.upper_clip
+    bounded = ratio if settings.delta is None else ratio.clamp(max=settings.delta)
+    loss = -torch.minimum(bounded * advantages, ratio.clamp(low, high) * advantages)
+    is_low = (ratio < low) & (advantages < 0)
+    is_high = (ratio > high) & (advantages > 0)
+    is_clipped = is_low | is_high
+    if settings.delta is not None:
+        is_clipped |= (ratio > settings.delta) & (advantages < 0)
+    return Terms(loss, is_low, is_high, is_clipped)
+
+
+def weighted_logprobs(
+    ratio: torch.Tensor, logprobs: torch.Tensor, advantages: torch.Tensor, settings: GRPOSettings
+) -> Terms:
+    """Return the terms of cispo: log-probabilities times a limited ratio without gradient."""
+    limit = settings.upper_clip
+    loss = -ratio.clamp(max=limit).detach() * advantages * logprobs
+    is_high = (ratio > limit) & (advantages > 0)
+    return Terms(loss, torch.zeros_like(is_high), is_high, is_high)
+
+
+def per_sequence(length: int, num_sequences: float, num_tokens: float, max_tokens: int) -> float:
+    """Each sequence counts alike (arXiv 2402.03300, equation 3)."""
+    return max(length, 1) * num_sequences
+
+
+def per_token(length: int, num_sequences: float, num_tokens: float, max_tokens: int) -> float:
+    """Each token counts alike (arXiv 2503.14476, equation 8; 2506.13585, equation 4)."""
+    return max(num_tokens, 1)
+
+
+def per_limit(length: int, num_sequences: float, num_tokens: float, max_tokens: int) -> float:
+    """Each sequence counts as if it were as long as `max_tokens` (arXiv 2503.20783)."""
+    return num_sequences * max_tokens
+
+
+class Formula(NamedTuple):
+    """A loss: the function of its terms, and that of its normaliser, whose inverse is a weight."""
+
+    terms: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, GRPOSettings], Terms]
+    normaliser: Callable[[int, float, float, int], float]
+
+
+FORMULAS = {
+    "grpo": Formula(clipped_ratio, per_sequence),
+    "bnpo": Formula(clipped_ratio, per_token),
+    "dr_grpo": Formula(clipped_ratio, per_limit),
+    "dapo": Formula(clipped_ratio, per_token),
+    "cispo": Formula(weighted_logprobs, per_token),
+}
+
+
 def token_weights(
     lengths: Sequence[int], loss_type: str, num_sequences: float, num_tokens: float, max_tokens: int
 ) -> list[float]:
     """Return, for each sequence, the loss weight of every sampled token of the sequence.
 
-    - `grpo`: 1 / (length * num_sequences) (arXiv 2402.03300, equation 3);
-    - `bnpo`, `dapo`, `cispo`: 1 / num_tokens (arXiv 2503.14476, equation 8; 2506.13585, eq. 4);
-    - `dr_grpo`: 1 / (max_tokens * num_sequences) (arXiv 2503.20783).
-
     `lengths` has the number of sampled tokens of each sequence. The update of a step uses
     `num_sequences` episodes with `num_tokens` sampled tokens in total, counted over all ranks.
     """
-    if loss_type == "grpo":
-        return [1 / (max(length, 1) * num_sequences) for length in lengths]
-    if loss_type == "dr_grpo":
-        return [1 / (num_sequences * max_tokens)] * len(lengths)
-    assert loss_type in ("bnpo", "dapo", "cispo"), loss_type
-    return [1 / max(num_tokens, 1)] * len(lengths)
+    normaliser = FORMULAS[loss_type].normaliser
+    return [1 / normaliser(n, num_sequences, num_tokens, max_tokens) for n in lengths]
 
 
 def k3(logprobs: torch.Tensor, ref_logprobs: torch.Tensor) -> torch.Tensor:
@@ -169,29 +228,14 @@ def grpo_loss(
     If `ref_logprobs` is None, the loss has no KL estimate. TokenStats ignore tokens of weight 0.
     """
     ratio = importance_ratios(logprobs, batch, settings.importance_sampling_level)
-    advantages = batch.advantages
     counted = batch.weights > 0
-    upper = settings.epsilon if settings.epsilon_high is None else settings.epsilon_high
-    low = 1 - settings.epsilon
-    high = 1 + upper
-    if settings.loss_type == "cispo":
-        per_token = -ratio.clamp(max=upper).detach() * advantages * logprobs
-        is_low = torch.zeros_like(counted)
-        is_high = outside = (ratio > upper) & (advantages > 0)
-    else:
-        assert settings.loss_type in ("grpo", "bnpo", "dr_grpo", "dapo"), settings.loss_type
-        bounded = ratio if settings.delta is None else ratio.clamp(max=settings.delta)
-        per_token = -torch.minimum(bounded * advantages, ratio.clamp(low, high) * advantages)
-        is_low = (ratio < low) & (advantages < 0)
-        is_high = (ratio > high) & (advantages > 0)
-        outside = is_low | is_high
-        if settings.delta is not None:
-            outside |= (ratio > settings.delta) & (advantages < 0)
+    terms = FORMULAS[settings.loss_type].terms(ratio, logprobs, batch.advantages, settings)
+    policy_terms = terms.loss
     if batch.trainer_logprobs is not None:
         ratios = importance_sampling_ratios(batch, settings)
         by_sequence = settings.vllm_importance_sampling_mode.startswith("sequence")
-        per_token = per_token * (ratios[batch.sequences] if by_sequence else ratios)
-    loss = policy_loss = (per_token * batch.weights).sum()
+        policy_terms = policy_terms * (ratios[batch.sequences] if by_sequence else ratios)
+    loss = policy_loss = (policy_terms * batch.weights).sum()
     kl = torch.zeros_like(logprobs)
     if ref_logprobs is not None:
         kl = k3(logprobs, ref_logprobs)
@@ -206,9 +250,9 @@ def grpo_loss(
         policy_loss=policy_loss.detach(),
         kl=(kl * counted).sum().detach(),
         entropy=(entropy * counted).sum().detach(),
-        clipped=(outside & counted).sum().float(),
-        clipped_low=(is_low & counted).sum().float(),
-        clipped_high=(is_high & counted).sum().float(),
+        clipped=(terms.is_clipped & counted).sum().float(),
+        clipped_low=(terms.is_low & counted).sum().float(),
+        clipped_high=(terms.is_high & counted).sum().float(),
         sampling_logp_difference=gap.sum(),
         sampling_logp_difference_max=gap.max() if len(gap) else gap.sum(),
     )

@@ -33,7 +33,15 @@ from pipeline.models import rank_memory
 from pipeline.models.lora import base_model
 from pipeline.models.rank_memory import cost_of_a_pair, memory_of_rank, token_budget
 from pipeline.rollout.trajectory import Trajectory
-from pipeline.training.grpo import JOINED, JOINED_RATIOS, TokenStats, grpo_loss, token_weights
+from pipeline.training.grpo import (
+    FORMULAS,
+    JOINED,
+    JOINED_RATIOS,
+    TokenStats,
+    clipped_ratio,
+    grpo_loss,
+    token_weights,
+)
 from pipeline.training.micro_batches import (
     Item,
     MicroBatch,
@@ -419,7 +427,7 @@ class Updater:
             means["train/kl"] = sums["kl"] / num_tokens
         means["train/entropy"] = sums["entropy"] / num_tokens
         means["train/clip_ratio"] = sums["clipped"] / num_tokens
-        if self.settings.loss_type != "cispo":
+        if FORMULAS[self.settings.loss_type].terms is clipped_ratio:
             low, high = (sums[f"clipped_{at}"] / num_tokens for at in ("low", "high"))
             means |= {"clip_ratio/low_mean": low, "clip_ratio/high_mean": high}
             means["clip_ratio/region_mean"] = low + high

@@ -6,14 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from random import Random
-from typing import Any, get_args
+from typing import Any
 
 import numpy as np
 import torch
 from accelerate import Accelerator
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from pipeline.config.settings import Config, LossType, ModelSettings
+from pipeline.config.settings import LOSSES, Config, ModelSettings
 from pipeline.distributed.ranks import Ranks, parameter_hash
 from pipeline.distributed.sharding import fill, shard_model, whole
 from pipeline.models import lora
@@ -35,7 +35,7 @@ from scripts.proofs.ranks import play_ranks
 
 LAYOUTS = ("padded", "token-budget", "packed", "shared", "balanced")
 LEVELS = ("token", "sequence")
-LOSS_TYPES = get_args(LossType)
+LOSS_TYPES = tuple(LOSSES)
 GROUP = 4
 
 

@@ -4,18 +4,17 @@ import math
 from dataclasses import replace
 from itertools import product
 from random import Random
-from typing import get_args
 
 import pytest
 import torch
 
-from pipeline.config.settings import GRPOSettings, LossType
-from pipeline.training.grpo import grpo_loss, token_weights
+from pipeline.config.settings import LOSSES, GRPOSettings
+from pipeline.training.grpo import FORMULAS, grpo_loss, token_weights
 from pipeline.training.micro_batches import MicroBatch
+from tests.support.plain_losses import PLAIN_LOSSES, plain_loss
 
-LOSS_TYPES = get_args(LossType)
 LEVELS = ["token", "sequence"]
-EACH_LOSS_TYPE = pytest.mark.parametrize("loss_type", LOSS_TYPES)
+EACH_LOSS_TYPE = pytest.mark.parametrize("loss_type", LOSSES)
 EACH_LEVEL = pytest.mark.parametrize("level", LEVELS)
 PLAIN = GRPOSettings(epsilon=0.2, epsilon_high=0.28, entropy_coef=0.0)
 
@@ -294,44 +293,8 @@ def test_no_tokens_have_no_loss():
 # Against plain loops
 
 
-def plain_term(ratio, stopped_ratio, advantage, token, settings):
-    """One token's term of the objective, from the papers' formulas."""
-    now, _, reference, _ = token
-    if settings.loss_type == "cispo":
-        term = -min(stopped_ratio, settings.upper_clip) * advantage * now
-    else:
-        clipped = min(max(ratio, 1 - settings.epsilon), 1 + settings.upper_clip)
-        bounded = ratio if settings.delta is None else min(ratio, settings.delta)
-        term = -min(bounded * advantage, clipped * advantage)
-    apart = math.exp(reference) / math.exp(now)
-    return term + settings.beta * (apart - math.log(apart) - 1)
-
-
-def plain_loops(sequences, settings, max_tokens, stopped):
-    """The loss, token by token, in Python's own numbers.
-
-    `sequences` holds for each its advantage and its tokens: log-probability, that of sampling, of
-    the reference, and entropy. `stopped` are the same where no gradient is taken.
-    """
-    total, num_tokens = 0.0, sum(len(tokens) for _, tokens in sequences)
-    for (advantage, tokens), (_, fixed) in zip(sequences, stopped, strict=True):
-        for token, still in zip(tokens, fixed, strict=True):
-            if settings.importance_sampling_level == "token":
-                ratio, stopped_ratio = (math.exp(t[0]) / math.exp(t[1]) for t in (token, still))
-            else:
-                ratio, stopped_ratio = (
-                    math.prod(math.exp(t[0]) / math.exp(t[1]) for t in ts) ** (1 / len(ts))
-                    for ts in (tokens, fixed)
-                )
-            term = plain_term(ratio, stopped_ratio, advantage, token, settings)
-            if settings.loss_type == "grpo":
-                total += term / len(tokens) / len(sequences)
-            elif settings.loss_type == "dr_grpo":
-                total += term / max_tokens / len(sequences)
-            else:
-                total += term / num_tokens
-            total -= settings.entropy_coef * token[3] / num_tokens
-    return total
+def test_each_loss_has_a_formula_here_and_in_the_tests():
+    assert list(LOSSES) == list(FORMULAS) == list(PLAIN_LOSSES)
 
 
 def random_sequences(random):
@@ -371,17 +334,16 @@ def slopes(sequences, settings, max_tokens, step=1e-6):
             for moved in (now + step, now - step):
                 there = [*tokens[:at], (moved, *rest), *tokens[at + 1 :]]
                 around = [*sequences[:number], (advantage, there), *sequences[number + 1 :]]
-                sides.append(plain_loops(around, settings, max_tokens, stopped=sequences))
+                sides.append(plain_loss(around, settings, max_tokens, stopped=sequences))
             found.append((sides[0] - sides[1]) / (2 * step))
     return found
 
 
 @EACH_LEVEL
 @EACH_LOSS_TYPE
-def test_the_loss_and_its_gradient_are_those_of_plain_loops(loss_type, level):
-    cispo = loss_type == "cispo"
-    uppers = [1.1, 2.0] if cispo else [None, 0.4]
-    deltas = [None] if cispo else [None, 1.7]
+def test_the_loss_and_its_gradient_are_those_of_plain_loss(loss_type, level):
+    uppers = [1.1, 2.0] if loss_type == "cispo" else [None, 0.4]
+    deltas = [None] if "delta" in LOSSES[loss_type] else [None, 1.7]
     combinations = product(uppers, deltas, [0.0, 0.3], [0.0, 0.05])
     for seed, (epsilon_high, delta, beta, entropy_coef) in enumerate([*combinations] * 3):
         settings = changed(
@@ -394,7 +356,7 @@ def test_the_loss_and_its_gradient_are_those_of_plain_loops(loss_type, level):
         )
         sequences = random_sequences(Random(seed))
         loss, gradient = from_grpo(sequences, settings, max_tokens=20)
-        assert loss == pytest.approx(plain_loops(sequences, settings, 20, sequences), abs=1e-12)
+        assert loss == pytest.approx(plain_loss(sequences, settings, 20, sequences), abs=1e-12)
         assert gradient == pytest.approx(slopes(sequences, settings, 20), abs=1e-7)
 
 

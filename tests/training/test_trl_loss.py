@@ -6,14 +6,13 @@ of the step's tokens for dapo and cispo) are those of the whole step, which ours
 
 from functools import partial
 from random import Random
-from typing import get_args
 
 import pytest
 import torch
 from accelerate import Accelerator
 from datasets import Dataset
 
-from pipeline.config.settings import Config, GRPOSettings, LossType, RolloutSettings
+from pipeline.config.settings import Config, GRPOSettings, RolloutSettings
 from pipeline.distributed.ranks import Ranks
 from pipeline.training.grpo import group_advantages, grpo_loss, importance_ratios, token_weights
 from pipeline.training.micro_batches import make_micro_batches, with_trainer_logprobs
@@ -21,13 +20,14 @@ from pipeline.training.token_logprobs import TokenLogprobs
 from pipeline.training.updater import Reference, Updater
 from scripts.proofs.grid import make_trajectory, small_model
 from tests.support.helpers import tokenizer
+from tests.support.plain_losses import PLAIN_LOSSES
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 TOLERANCE = 1e-10  # relative
 MAX_TOKENS = 64  # the constant of dr_grpo
 TEMPERATURE = 0.8
-LOSS_TYPES = get_args(LossType)
+LOSS_TYPES = [name for name, plain in PLAIN_LOSSES.items() if plain.is_in_trl]
 LEVELS = ["token", "sequence"]
 MODES = ["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
 OF_THE_LOSS = {  # settings of ours that TRL has under the same names
