@@ -35,9 +35,9 @@ from pipeline.data.curriculum import Stage, describe, one_after_another
 from pipeline.data.tasks import MODULE, Source
 from pipeline.distributed.ranks import Ranks
 from pipeline.distributed.watchdog import Watchdog
+from pipeline.environments.discovery import tool_schemas
 from pipeline.environments.language_models.customers import customers_of, end_of_run, judge_of
 from pipeline.environments.language_models.language_model import LanguageModel
-from pipeline.environments.tools import tool_schemas
 from pipeline.evaluation.advice import ActionCollapse, DeadDomains, StandStill, StartReport
 from pipeline.evaluation.baselines import baselines as play_baselines
 from pipeline.evaluation.evaluate import (

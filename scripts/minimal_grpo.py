@@ -24,8 +24,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from pipeline.config.settings import Config
 from pipeline.data.rng import stream_key
 from pipeline.data.tasks import Task
+from pipeline.environments.discovery import tool_schemas
 from pipeline.environments.domains import Domain, load_domains
-from pipeline.environments.tools import tool_schemas
 from pipeline.models.chat.template import Chat
 from pipeline.models.sampling_copy import trained_weights
 from pipeline.models.tiny import tiny_model, tiny_tokenizer

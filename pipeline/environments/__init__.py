@@ -1,5 +1,6 @@
 """The names that a domain's module may import; `domains.py` describes a domain's module."""
 
+from pipeline.environments.discovery import tool_schemas as tool_schemas
 from pipeline.environments.domains import Domain as Domain
 from pipeline.environments.domains import load_domains as load_domains
 from pipeline.environments.experts import Agent as Agent
@@ -9,4 +10,3 @@ from pipeline.environments.faults import Outage as Outage
 from pipeline.environments.tools import ToolError as ToolError
 from pipeline.environments.tools import User as User
 from pipeline.environments.tools import call_tool as call_tool
-from pipeline.environments.tools import tool_schemas as tool_schemas

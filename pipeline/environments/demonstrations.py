@@ -18,9 +18,9 @@ from pipeline.config.settings import Config
 from pipeline.data.curriculum import TaskMixture, quota
 from pipeline.data.rows import json_lines, messages_problem, with_usual_messages
 from pipeline.data.tasks import Message, Task
+from pipeline.environments.discovery import tool_schemas
 from pipeline.environments.domains import Domain, generated
 from pipeline.environments.faults import EnvironmentFault
-from pipeline.environments.tools import tool_schemas
 
 MAX_READ = 400  # maximum number of a domain's demonstrations whose words are counted
 MAX_WORDS = 400  # maximum number of words that a domain gets

@@ -15,15 +15,8 @@ from typing import Any
 from pipeline.common.untrusted import is_plain
 from pipeline.data.rng import choose, generator
 from pipeline.data.tasks import Message, Task
-from pipeline.environments.tools import (
-    answer_call,
-    is_done,
-    reply_of,
-    reset_arguments,
-    reward_of,
-    run_here,
-    settled,
-)
+from pipeline.environments.calls import run_here, settled
+from pipeline.environments.tools import answer_call, is_done, reply_of, reset_arguments, reward_of
 
 
 def call_message(tool: str, arguments: Mapping[str, Any], content: str = "") -> Message:

@@ -10,7 +10,7 @@ import numpy as np
 from pipeline.common.errors import UserError
 from pipeline.common.untrusted import one_line, shown
 from pipeline.data.tasks import Message, Task
-from pipeline.environments.calls import guarded
+from pipeline.environments.calls import guarded, run_here
 from pipeline.environments.domains import Domain
 from pipeline.environments.experts import goal_of
 from pipeline.environments.faults import EnvironmentFault
@@ -19,7 +19,6 @@ from pipeline.environments.tools import (
     Started,
     may_wait,
     reward_of,
-    run_here,
     started,
     uses_random_state,
 )

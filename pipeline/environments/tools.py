@@ -34,16 +34,15 @@ from pydantic import BaseModel, ValidationError
 
 from pipeline.data.rng import stream_key
 from pipeline.data.tasks import Message, Task
-from pipeline.environments.calls import awaited
-from pipeline.environments.calls import run_here as run_here
-from pipeline.environments.calls import settled as settled
-from pipeline.environments.discovery import arguments_of, once_a_class, place_of
-from pipeline.environments.discovery import raw_call as raw_call
-from pipeline.environments.discovery import tool_methods as tool_methods
-from pipeline.environments.discovery import tool_schemas as tool_schemas
+from pipeline.environments.calls import awaited, run_here
+from pipeline.environments.discovery import (
+    arguments_of,
+    once_a_class,
+    place_of,
+    raw_call,
+    tool_methods,
+)
 from pipeline.environments.faults import MAX_CHARACTERS, describe, is_outage, only_faults, text_of
-from pipeline.environments.faults import EnvironmentFault as EnvironmentFault
-from pipeline.environments.faults import Outage as Outage
 
 MAX_DIFFERENCES = 20  # largest number of entries of `difference` or `reward_breakdown`
 MAX_SHOWN = 200  # largest number of characters of a name or value in `difference`

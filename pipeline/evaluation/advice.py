@@ -20,8 +20,8 @@ from pipeline.config.settings import Config, EvaluationSettings
 from pipeline.data.curriculum import Stage
 from pipeline.data.tasks import Message
 from pipeline.distributed.ranks import Ranks
+from pipeline.environments.discovery import tool_schemas
 from pipeline.environments.domains import Domain
-from pipeline.environments.tools import tool_schemas
 from pipeline.evaluation.transfer import Z95, mean_over_tasks, pass_at_k, rate
 from pipeline.rollout.trajectory import EpisodeRecord, StopReason, Trajectory, succeeded
 

@@ -15,8 +15,8 @@ from pipeline.environments.calls import Calls
 from pipeline.environments.discovery import taken, taken_pairs
 from pipeline.environments.domains import Call, Domain, refused
 from pipeline.environments.experts import call_message
+from pipeline.environments.faults import EnvironmentFault
 from pipeline.environments.tools import (
-    EnvironmentFault,
     Judge,
     RandomState,
     answer_call,

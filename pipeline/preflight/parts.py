@@ -12,6 +12,7 @@ from pipeline.common.untrusted import shown
 from pipeline.config.settings import Config, ModelSettings
 from pipeline.data.curriculum import Stage, TaskMixture, make_stages, num_drawn
 from pipeline.data.tasks import Task
+from pipeline.environments.discovery import tool_schemas
 from pipeline.environments.domains import Domain, load_domains
 from pipeline.environments.language_models.customers import check_scenarios
 from pipeline.environments.task_sets import (
@@ -21,7 +22,6 @@ from pipeline.environments.task_sets import (
     mix_families,
     task_sets,
 )
-from pipeline.environments.tools import tool_schemas
 from pipeline.evaluation.baselines import baseline_calls
 from pipeline.models.chat.fitting import clock_of, needs_of
 from pipeline.models.chat.template import Chat

@@ -18,6 +18,7 @@ from pipeline.config.settings import RolloutSettings
 from pipeline.data.tasks import Message, Task
 from pipeline.environments import tools
 from pipeline.environments.calls import Calls
+from pipeline.environments.discovery import raw_call, tool_methods, tool_schemas
 from pipeline.environments.domains import Domain, Play
 from pipeline.environments.faults import EnvironmentFault, FaultLog
 from pipeline.environments.language_models.customers import OpeningMessage
@@ -100,7 +101,7 @@ class Episode:
     async def play(self) -> None:
         """Play the episode to its end, and score it; a failure of the environment ends it."""
         trajectory = self.trajectory
-        schemas = tools.tool_schemas(self.domain.environment)
+        schemas = tool_schemas(self.domain.environment)
         self.conversation = conversation = Conversation(
             trajectory=trajectory,
             schemas=schemas,
@@ -200,7 +201,7 @@ class Episode:
 
     async def _call_tools(self, parsed: Parsed) -> StopReason | None:
         self._left_out = ""
-        methods = tools.tool_methods(self.domain.environment)
+        methods = tool_methods(self.domain.environment)
         most = self.shared.limits.max_repeated_calls
         replies = list[Message]()
         end = None
@@ -208,7 +209,7 @@ class Episode:
             if most:
                 self._repeated.append(json.dumps([name, arguments], sort_keys=True))
             call = partial(tools.answer_call, self.environment, name, arguments)
-            method = methods.get(name, tools.raw_call(self.domain.environment))
+            method = methods.get(name, raw_call(self.domain.environment))
             try:
                 result = await self._call(name, call, method)
             except EnvironmentFault:

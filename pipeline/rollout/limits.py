@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from pipeline.common.errors import UserError
 from pipeline.config.cli import flag
 from pipeline.config.settings import Config, RolloutSettings
+from pipeline.environments.discovery import tool_schemas
 from pipeline.environments.domains import Domain
 from pipeline.environments.task_sets import IsLong
-from pipeline.environments.tools import tool_schemas
 from pipeline.models.chat.template import Chat
 
 

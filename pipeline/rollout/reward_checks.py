@@ -8,10 +8,10 @@ from pipeline.common.untrusted import one_line, shown
 from pipeline.config.settings import SINGLE_TURN, Config
 from pipeline.data.splits import same_by
 from pipeline.data.tasks import Message, Task
-from pipeline.environments.calls import guarded
+from pipeline.environments.calls import guarded, run_here
 from pipeline.environments.domains import Domain
 from pipeline.environments.faults import EnvironmentFault
-from pipeline.environments.tools import RandomState, run_here, started
+from pipeline.environments.tools import RandomState, started
 from pipeline.rollout.rewards import (
     JUDGE,
     Completion,

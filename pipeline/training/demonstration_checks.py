@@ -18,10 +18,10 @@ from pipeline.environments.demonstrations import (
     has_demonstrations,
     words_of_demonstrations,
 )
+from pipeline.environments.discovery import tool_schemas
 from pipeline.environments.domains import Domain, generated
 from pipeline.environments.task_checks import try_expert
 from pipeline.environments.task_sets import is_single_turn
-from pipeline.environments.tools import tool_schemas
 from pipeline.models.chat.template import Chat
 from pipeline.models.loading import load_tokenizer
 from pipeline.rollout.limits import TooLow

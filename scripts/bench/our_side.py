@@ -26,7 +26,7 @@ from pipeline.data.curriculum import tasks_of_step
 from pipeline.distributed import ranks as collectives
 from pipeline.distributed.connect import connect
 from pipeline.distributed.watchdog import Watchdog
-from pipeline.environments.tools import tool_schemas
+from pipeline.environments.discovery import tool_schemas
 from pipeline.rollout.trajectory import EpisodeRecord, Trajectory
 from pipeline.run_state import Run, open_run
 from pipeline.training.collect import RolloutBatch, collect_rollouts, give_advantages

@@ -20,14 +20,9 @@ from typing import Any, ClassVar
 
 from pipeline.common.errors import UserError
 from pipeline.data.tasks import Message, Task
-from pipeline.environments.tools import (
-    call_tool,
-    error_result,
-    is_done,
-    raw_call,
-    settled,
-    tool_methods,
-)
+from pipeline.environments.calls import settled
+from pipeline.environments.discovery import raw_call, tool_methods
+from pipeline.environments.tools import call_tool, error_result, is_done
 
 
 class _Adapter:

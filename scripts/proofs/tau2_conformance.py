@@ -34,8 +34,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from pipeline.config.settings import Config
 from pipeline.data.tasks import Task
+from pipeline.environments.calls import run_here
+from pipeline.environments.discovery import tool_schemas
 from pipeline.environments.domains import Domain, load_domains
-from pipeline.environments.tools import answer_call, reward_of, run_here, tool_schemas
+from pipeline.environments.tools import answer_call, reward_of
 from scripts.proofs.tau2_cases import DOMAINS, Case, Maker, cases_of
 
 Played = dict[str, Any]

@@ -27,8 +27,8 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from pipeline.config.settings import Config
+from pipeline.environments.discovery import tool_schemas
 from pipeline.environments.domains import load_domains
-from pipeline.environments.tools import tool_schemas
 from scripts.bench.common import machine
 from scripts.proofs.tau2_cases import CHANGES, DOMAINS, Call, Maker, Message, mutating
 from scripts.proofs.tau2_verdicts import answer

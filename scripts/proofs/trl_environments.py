@@ -36,16 +36,10 @@ from datasets import disable_progress_bars
 from pipeline.config.cli import parse
 from pipeline.data.tasks import Task
 from pipeline.environments import Domain, load_domains
+from pipeline.environments.calls import run_here
+from pipeline.environments.discovery import tool_methods
 from pipeline.environments.task_sets import task_sets
-from pipeline.environments.tools import (
-    RandomState,
-    ToolAnswer,
-    answer_call,
-    reward_of,
-    run_here,
-    started,
-    tool_methods,
-)
+from pipeline.environments.tools import RandomState, ToolAnswer, answer_call, reward_of, started
 from pipeline.rollout.rewards import (
     Completion,
     RewardFunctions,

@@ -16,8 +16,9 @@ import yaml
 
 from pipeline.commands.chat import Conversation, Terminal, main, state_of
 from pipeline.config.settings import RolloutSettings
+from pipeline.environments.calls import run_here
 from pipeline.environments.embedded.retail import RetailEnvironment, generate_tasks
-from pipeline.environments.tools import run_here, started
+from pipeline.environments.tools import started
 from pipeline.report.chat_page import ChatPage
 from pipeline.rollout.rollout import RolloutRequest
 from pipeline.rollout.trajectory import StopReason

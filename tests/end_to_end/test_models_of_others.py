@@ -10,8 +10,8 @@ import pytest
 from transformers import AutoTokenizer
 
 from pipeline.config.settings import Config
+from pipeline.environments.discovery import tool_schemas
 from pipeline.environments.domains import load_domains
-from pipeline.environments.tools import tool_schemas
 from pipeline.models.tiny import CHAT_TEMPLATE, tiny_model, tiny_tokenizer
 from scripts.proofs.ranks import play_ranks
 from scripts.proofs.runs import without_report

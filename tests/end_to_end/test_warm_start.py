@@ -26,9 +26,9 @@ from pipeline.config.settings import (
 )
 from pipeline.distributed.ranks import Interrupted, Ranks, parameter_hash
 from pipeline.distributed.sharding import shard_model, whole
+from pipeline.environments.discovery import tool_schemas
 from pipeline.environments.domains import Domain
 from pipeline.environments.experts import run_expert
-from pipeline.environments.tools import tool_schemas
 from pipeline.models import lora
 from pipeline.models.layers import outer_layers
 from pipeline.models.tiny import tiny_model

@@ -27,7 +27,9 @@ from pydantic import BaseModel
 
 from pipeline.config.settings import RolloutSettings
 from pipeline.environments import tools
-from pipeline.environments.tools import Outage, ToolError, answer_call, run_here
+from pipeline.environments.calls import run_here
+from pipeline.environments.faults import Outage
+from pipeline.environments.tools import ToolError, answer_call
 from pipeline.rollout.rollout import RolloutRequest
 from pipeline.rollout.trajectory import StopReason
 from scripts.proofs.grid import small_model

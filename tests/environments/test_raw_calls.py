@@ -8,10 +8,11 @@ import pytest
 
 from pipeline.config.settings import Config
 from pipeline.environments import Domain, load_domains
+from pipeline.environments.discovery import tool_methods, tool_schemas
 from pipeline.environments.experts import run_expert
 from pipeline.environments.task_checks import try_task
 from pipeline.environments.task_sets import undocumented
-from pipeline.environments.tools import is_done, tool_methods, tool_schemas
+from pipeline.environments.tools import is_done
 from pipeline.evaluation.baselines import baselines
 from pipeline.rollout.rollout import RolloutRequest
 from pipeline.rollout.trajectory import StopReason

@@ -9,8 +9,8 @@ from datasets import Dataset
 from transformers import Qwen3ForCausalLM
 
 from pipeline.config.settings import DEFAULT_DOMAINS
+from pipeline.environments.discovery import tool_schemas
 from pipeline.environments.experts import run_expert
-from pipeline.environments.tools import tool_schemas
 from pipeline.models.tiny import tiny_model
 from scripts.bench.trl_adapter import factories, outcome_reward, rows_without_user
 from tests.support.helpers import call, chat, embedded, environments_of, say, tokenizer

@@ -15,16 +15,10 @@ from pipeline.common.errors import UserError
 from pipeline.config.cli import parse
 from pipeline.config.settings import Config
 from pipeline.environments import load_domains
-from pipeline.environments.discovery import no_tools, tool_problem
+from pipeline.environments.discovery import no_tools, tool_methods, tool_problem, tool_schemas
 from pipeline.environments.task_checks import try_task
 from pipeline.environments.task_sets import task_sets
-from pipeline.environments.tools import (
-    RandomState,
-    call_tool,
-    reset_arguments,
-    tool_methods,
-    tool_schemas,
-)
+from pipeline.environments.tools import RandomState, call_tool, reset_arguments
 from pipeline.preflight.parts import prepare
 from pipeline.rollout.rewards import load_reward_functions
 from pipeline.rollout.rollout import RolloutRequest

@@ -17,7 +17,7 @@ from pipeline.data.curriculum import Stage
 from pipeline.data.tasks import Task
 from pipeline.distributed.ranks import Ranks
 from pipeline.environments import Domain
-from pipeline.environments.tools import tool_schemas
+from pipeline.environments.discovery import tool_schemas
 from pipeline.evaluation import advice
 from pipeline.evaluation.advice import (
     DEAD_STEPS,

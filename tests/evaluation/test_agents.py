@@ -8,9 +8,9 @@ from pipeline.common.errors import UserError
 from pipeline.config.rules import refuse_placeholders
 from pipeline.config.settings import Config
 from pipeline.distributed.ranks import Ranks
+from pipeline.environments.discovery import tool_schemas
 from pipeline.environments.experts import run_expert
 from pipeline.environments.language_models.language_model import LanguageModel
-from pipeline.environments.tools import tool_schemas
 from pipeline.evaluation.agents import agent_rollout, as_sent, evaluate_agent
 from pipeline.rollout.rollout import RolloutRequest
 from pipeline.rollout.trajectory import StopReason

@@ -10,8 +10,8 @@ import torch
 from pipeline.common.errors import UserError
 from pipeline.config.settings import ModelSettings, RolloutSettings
 from pipeline.data.rng import stream_key
+from pipeline.environments.discovery import tool_schemas
 from pipeline.environments.experts import run_expert
-from pipeline.environments.tools import tool_schemas
 from pipeline.models.capabilities import other_stops
 from pipeline.models.chat.template import Chat
 from pipeline.models.loading import load_folder, load_model, load_tokenizer

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.data.tasks import Task
-from pipeline.environments.tools import Outage
+from pipeline.environments.faults import Outage
 from scripts.proofs.runs import play_run
 from tests.support.helpers import make_task, say
 

@@ -20,7 +20,7 @@ from pipeline.data.rng import stream_key
 from pipeline.data.tasks import Task
 from pipeline.distributed.connect import connect
 from pipeline.distributed.ranks import Ranks
-from pipeline.environments.tools import Outage
+from pipeline.environments.faults import Outage
 from pipeline.report.progress import StageProgress
 from pipeline.rollout.trajectory import Trajectory
 from pipeline.training.collect import RolloutBatch, collect_rollouts, give_advantages

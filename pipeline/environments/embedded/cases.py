@@ -22,9 +22,10 @@ from pydantic import BaseModel, Field, TypeAdapter
 from pipeline.data.curriculum import quota
 from pipeline.data.rng import generator, stream_key
 from pipeline.data.tasks import DIFFICULTIES, SPLITS, Task
+from pipeline.environments.discovery import tool_schemas
 from pipeline.environments.domains import Call
 from pipeline.environments.experts import Agent, Expert
-from pipeline.environments.tools import ToolError, User, tool_schemas
+from pipeline.environments.tools import ToolError, User
 
 MAX_TASKS = 100_000  # largest number of tasks that one call of `generate` returns
 IDS = tuple(f"K{number:02d}" for number in range(60))  # possible ids of a task's records

@@ -18,8 +18,8 @@ from typing import Any
 from pipeline.common.errors import UserError, nearest
 from pipeline.common.untrusted import read_file, shown
 from pipeline.data.tasks import Message
+from pipeline.environments.discovery import tool_schemas
 from pipeline.environments.domains import Domain
-from pipeline.environments.tools import tool_schemas
 
 MAX_TEMPLATE_BYTES = 1 << 20
 MARK = "{#- The chat template follows. -#}"  # stands between the part in front and a template

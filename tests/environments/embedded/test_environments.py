@@ -13,6 +13,7 @@ import pytest
 from examples.telecom_chat import REQUESTS
 from pipeline.config.settings import DEFAULT_DOMAINS
 from pipeline.data.tasks import DIFFICULTIES, SPLITS
+from pipeline.environments.discovery import tool_schemas
 from pipeline.environments.embedded import telecom
 from pipeline.environments.embedded.cases import (
     IDS,
@@ -24,7 +25,7 @@ from pipeline.environments.embedded.cases import (
     shares_of,
 )
 from pipeline.environments.experts import run_expert
-from pipeline.environments.tools import call_tool, tool_schemas
+from pipeline.environments.tools import call_tool
 from tests.support.helpers import DOMAINS, embedded, environments_of, module_of
 
 CLASSES = environments_of(embedded())

@@ -6,7 +6,8 @@ from statistics import fmean
 
 import pytest
 
-from pipeline.environments.tools import call_tool, tool_schemas
+from pipeline.environments.discovery import tool_schemas
+from pipeline.environments.tools import call_tool
 from pipeline.evaluation.baselines import baselines
 from tests.support.helpers import DOMAINS, embedded, module_of
 from tests.support.unread import unread, unread_by_family

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from pipeline.config.settings import Config
+from pipeline.environments.discovery import tool_schemas
 from pipeline.environments.domains import load_domains
-from pipeline.environments.tools import tool_schemas
 from scripts.proofs.tau2_cases import DOMAINS, Maker
 from tests.support.tau2_miniature import write
 

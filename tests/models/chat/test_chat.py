@@ -14,8 +14,8 @@ from transformers import AutoTokenizer
 
 from pipeline.common import children
 from pipeline.common.errors import UserError
+from pipeline.environments.discovery import tool_schemas
 from pipeline.environments.experts import run_expert
-from pipeline.environments.tools import tool_schemas
 from pipeline.models.chat.fitting import Needs, clock_of, held_clock, without_clock
 from pipeline.models.chat.template import Chat, TokenCache
 from pipeline.models.chat.text import Parsed, parse_hermes

@@ -22,7 +22,7 @@ from transformers import PreTrainedTokenizerFast
 from pipeline.common.errors import UserError
 from pipeline.config.settings import RolloutSettings
 from pipeline.data.rng import generator, stream_key
-from pipeline.environments.tools import tool_schemas
+from pipeline.environments.discovery import tool_schemas
 from pipeline.models.chat.fitting import Needs
 from pipeline.models.chat.template import Chat
 from pipeline.models.chat.text import Parsed
