@@ -9,11 +9,11 @@ import importlib
 import importlib.util
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from textwrap import indent
-from typing import Any
+from typing import Any, Protocol
 
 from pipeline.common.console import say
 from pipeline.common.durable import LinesFile, finite, sync
@@ -26,6 +26,24 @@ from pipeline.report.run_files import COLUMNS, read_metrics
 from pipeline.report.wandb import Line, WandbFeed, completions_of, numbers
 
 TRACKIO_ID = Path("trackio", "run-id")  # path in the run folder
+
+
+class Tracker(Protocol):
+    """What gets the lines of a run; `metrics` and `timings` are the lines already in the files."""
+
+    name: str
+    advice: str  # ends the warning that the tracker has failed
+
+    def __init__(
+        self, folder: Path, config: Config, metrics: Sequence[Line], timings: Sequence[Line]
+    ) -> None: ...
+
+    def metrics(self, line: Line) -> None: ...
+
+    def timings(self, line: Line) -> None: ...
+
+    def close(self, failed: bool, results: Path | None) -> None:
+        """Send the results in a folder, and end."""
 
 
 class TensorBoard:
@@ -134,7 +152,11 @@ def _is_fed(package: str) -> bool:
     return package != "wandb" or feed.is_wanted()
 
 
-TRACKERS = {"wandb": WandbFeed, "tensorboard": TensorBoard, "trackio": Trackio}
+TRACKERS: dict[str, type[Tracker]] = {
+    "wandb": WandbFeed,
+    "tensorboard": TensorBoard,
+    "trackio": Trackio,
+}
 
 
 class RunLog(AbstractContextManager["RunLog"]):
@@ -154,7 +176,7 @@ class RunLog(AbstractContextManager["RunLog"]):
         self._folder = folder
         self.results: Path | None = None  # the folder whose results `close` sends to the trackers
         self._files = dict[str, LinesFile]()
-        self._trackers: list[TensorBoard | WandbFeed] = []
+        self._trackers = list[Tracker]()
         check_trackers(config, by_import=is_main)
         if not is_main:
             return
@@ -190,11 +212,13 @@ class RunLog(AbstractContextManager["RunLog"]):
 
         The transcripts of its step are in the run folder by now, on all ranks.
         """
-        self._write(METRICS, line)
+        line = self._write(METRICS, line)
+        self._feed(lambda tracker: tracker.metrics(line))
 
     def timings(self, line: Line) -> None:
         """Append a line of times, memory or hosts, with the current time as `time`."""
-        self._write(TIMINGS, {**line, "time": time.time()})
+        line = self._write(TIMINGS, {**line, "time": time.time()})
+        self._feed(lambda tracker: tracker.timings(line))
 
     def state_dict(self) -> dict[str, Any]:
         """Write the files to the disk; returns the sizes of the files."""
@@ -204,7 +228,7 @@ class RunLog(AbstractContextManager["RunLog"]):
 
     def close(self, failed: bool = False) -> None:
         """Finish the trackers and close the files; a second call does nothing."""
-        self._feed("close", failed, self.results)
+        self._feed(lambda tracker: tracker.close(failed, self.results))
         self._trackers = []
         for file in self._files.values():
             file.close()
@@ -212,23 +236,24 @@ class RunLog(AbstractContextManager["RunLog"]):
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self.close(failed=kind is not None)
 
-    def _write(self, name: str, line: Line) -> None:
+    def _write(self, name: str, line: Line) -> Line:
+        """Append a line with finite numbers to a file, and return it."""
+        clean = finite(line)
         if name in self._files:
             assert "step" in line, f"{name}: a line without a step: {dict(line)}"
-            clean = finite(line)
             self._files[name].append(json.dumps(clean, allow_nan=False))
-            self._feed(name.removesuffix(".jsonl"), clean)
+        return clean
 
-    def _feed(self, method: str, *arguments: object) -> None:
+    def _feed(self, call: Callable[[Tracker], None]) -> None:
         for tracker in list(self._trackers):
             try:
-                getattr(tracker, method)(*arguments)
+                call(tracker)
             except Exception as error:
                 self._trackers.remove(tracker)
                 _warn(tracker, error)
 
 
-def _warn(tracker: Any, error: Exception) -> None:
+def _warn(tracker: Tracker | type[Tracker], error: Exception) -> None:
     kind = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
     say(
         f"warning: {tracker.name}: {kind}{reason_of(error)}; the run goes on, the files are whole"

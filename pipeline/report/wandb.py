@@ -7,25 +7,24 @@ send. The x axis of every plot is the step of the run. This module imports no to
 import json
 import os
 import sys
-import threading
-import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
 from netrc import NetrcParseError, netrc
 from pathlib import Path
+from threading import Thread
 from typing import Any
 from urllib.parse import urlsplit
-
-import psutil
 
 from pipeline.common.console import may_fail, say
 from pipeline.common.durable import write_text
 from pipeline.common.errors import UserError
-from pipeline.common.untrusted import masked, masked_tree, reason_of
+from pipeline.common.untrusted import masked_tree, reason_of
 from pipeline.config.settings import Config
 from pipeline.report.run_files import COLUMNS, episode_rows, final_numbers, rows_of_step
 
 FINISH_S = 20.0  # timeout, in seconds, of a call and of the last upload
+TEARDOWN_S = 1.0  # timeout, in seconds, for W&B's end after a failure
 ID_FILE = Path("wandb", "run-id")  # path in the run folder
 ADVICE = "the run folder has them"
 FILES = ("report.html", "report.md", "results.json", "curriculum.json", "config.yaml")
@@ -81,49 +80,53 @@ class WandbFeed:
 
     def close(self, failed: bool = False, results: Path | None = None) -> None:
         """Send the results and wait for W&B. Raises TimeoutError if it takes too long."""
-        with _in_time():
+
+        def finish() -> None:
             if results is not None and not (failed or self._run.disabled):
                 send_results(self._run, results)
             self._run.finish(exit_code=int(failed))
 
+        _in_time(finish)
+
     def _log(self, row: dict[str, Any]) -> None:
         if self._line >= self._next:
-            with _in_time():
-                self._run.log(row, step=self._line)
+            _in_time(lambda: self._run.log(row, step=self._line))
 
 
-@contextmanager
-def _in_time() -> Iterator[None]:
-    """End W&B's process if calls in this context fail, or take longer than a timeout.
+def _in_time(call: Callable[[], object]) -> None:
+    """Call W&B in a thread, and leave W&B if the call fails or takes longer than a timeout.
 
     Raises TimeoutError. WANDB_FINISH_TIMEOUT (0: no timeout) is W&B's own variable.
     """
     import wandb
 
     timeout_s = float(os.environ.get("WANDB_FINISH_TIMEOUT", FINISH_S))
-    late = threading.Timer(timeout_s, _end_service)
-    begun = time.monotonic()
-    if timeout_s:
-        late.start()
+    answer = _begun(call)
     try:
-        yield
+        answer.result(timeout_s or None)
     except Exception as error:
-        is_late = time.monotonic() - begun >= timeout_s > 0
-        _end_service()
+        is_late = not answer.done()
         with suppress(Exception):  # without teardown, W&B waits when this process ends
-            wandb.teardown(exit_code=1)
+            _begun(lambda: wandb.teardown(exit_code=1)).result(TEARDOWN_S)
         if is_late:
             raise TimeoutError(f"it did not answer in {timeout_s:g} s") from error
         raise
-    finally:
-        late.cancel()
 
 
-def _end_service() -> None:
-    """Kill W&B's process, which ends all calls that wait for it."""
-    for process in psutil.Process().children():
-        if process.name().startswith("wandb-core"):
-            process.kill()
+def _begun(call: Callable[[], object]) -> Future[None]:
+    """Begin a call in a thread that does not keep this process alive."""
+    answer = Future[None]()
+
+    def work() -> None:
+        try:
+            call()
+        except BaseException as error:
+            answer.set_exception(error)
+        else:
+            answer.set_result(None)
+
+    Thread(target=work, daemon=True).start()
+    return answer
 
 
 def known_id(folder: Path, file: Path = ID_FILE) -> str | None:
@@ -169,9 +172,8 @@ def _start(folder: Path, config: Config) -> Any:
         finish_timeout=0,  # `_in_time` has one
         x_transaction_log_flush_interval=1.0,  # seconds that a killed run loses of an offline file
         git_remote_url="",  # the URL of a git repository may hold a token
+        x_disable_meta=masked_tree(sys.argv) != sys.argv,  # the command line is in W&B's metadata
     )
-    argv = sys.argv
-    sys.argv = [masked(argument) for argument in sys.argv]  # W&B stores sys.argv
     try:
         run = wandb.init(
             project=tracking["project"],
@@ -190,8 +192,6 @@ def _start(folder: Path, config: Config) -> Any:
             f"report_to: W&B did not start ({reason_of(error)}); set WANDB_MODE=offline or "
             "report_to none"
         ) from None
-    finally:
-        sys.argv = argv
     keep_id(folder, ID_FILE, run.id)
     run.define_metric("*", step_metric="step")  # the x axis of every plot
     run.define_metric("step", hidden=True)

@@ -13,9 +13,9 @@ import pytest
 from pipeline.checkpoints.transcripts import save_transcripts
 from pipeline.common.durable import read_records
 from pipeline.common.errors import UserError
-from pipeline.config.settings import Config
+from pipeline.config.settings import Config, TrackingSettings
 from pipeline.distributed.ranks import Ranks
-from pipeline.report.log import RunLog, check_trackers
+from pipeline.report.log import TRACKERS, RunLog, check_trackers
 from pipeline.report.progress import StageProgress, episodes_of
 from scripts.proofs.grid import make_trajectory
 from tests.support import ROOT
@@ -80,7 +80,12 @@ def test_a_missing_tracker_is_the_users_mistake_on_every_rank(tmp_path, monkeypa
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("package", ["tensorboard", "trackio", "wandb"])
+def test_each_tracker_can_be_named_in_the_settings():
+    report_to = TrackingSettings.model_json_schema()["properties"]["report_to"]
+    assert report_to["items"]["enum"] == [*TRACKERS]
+
+
+@pytest.mark.parametrize("package", TRACKERS)
 def test_a_tracker_that_cannot_be_imported_is_refused_before_a_run(tmp_path, monkeypatch, package):
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.delitem(sys.modules, package, raising=False)
@@ -174,7 +179,7 @@ def test_a_file_that_lost_lines_is_named_and_its_whole_lines_are_kept(
 FULL_DISK = """
 import resource, signal, sys
 from pathlib import Path
-from pipeline.config.settings import Config
+from pipeline.config.settings import Config, TrackingSettings
 from pipeline.report.log import RunLog
 
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)

@@ -399,11 +399,13 @@ def test_a_service_that_dies_is_given_up_and_the_next_start_sends_the_rest(tmp_p
 def test_a_service_that_hangs_holds_nothing_up(tmp_path, server, machine, capfd):
     machine.setenv("WANDB_FINISH_TIMEOUT", "0.5")
     with RunLog(tmp_path, config(), is_main=True) as log:
-        service().suspend()
+        core = service()
+        core.suspend()
         metrics = {f"train/metric_{i}": i / 64 for i in range(200)}
         for step in range(1, 300):  # far more than the pipe to it takes
             write(log, train(step, **metrics))
     assert len(read_records(tmp_path / "metrics.jsonl")) == 299
+    core.kill()
     assert "TimeoutError: it did not answer in 0.5 s; the run goes on" in capfd.readouterr().err
 
 
@@ -461,7 +463,6 @@ def test_no_file_of_a_run_holds_a_password(tmp_path, machine):
     assert any(b"https://***@host.org/model" in path.read_bytes() for path in files)
     for secret in (b"hunter2", KEY.encode()):
         assert [path for path in files if secret in path.read_bytes()] == []
-    assert sys.argv[2].endswith("hunter2@host.org/model"), "as it was"
 
 
 # What it gets at the end
