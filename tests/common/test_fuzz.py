@@ -214,7 +214,7 @@ def test_any_change_of_a_task_leaves_one_that_can_be_played_or_a_mistake(tmp_pat
     path = tmp_path / "own.jsonl"
     path.write_text(text)
     config = Config.model_validate({"data": {"tasks": {"airline": str(path)}}})
-    refusal_of(lambda: split_source(config, embedded("airline")["airline"], [], []))
+    refusal_of(lambda: split_source(config, embedded("airline")["airline"], [], [], None))
 
 
 @fuzz

@@ -210,7 +210,7 @@ TASK_FILES = [
 def tasks_in(path: Path) -> None:
     """Read and try the tasks of the airline that a path leads to."""
     config = Config.model_validate({"data": {"tasks": {"airline": str(path)}}})
-    split_source(config, embedded("airline")["airline"], [], validation=[])
+    split_source(config, embedded("airline")["airline"], [], validation=[], read=None)
 
 
 @cases(TASK_FILES)

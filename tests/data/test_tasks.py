@@ -310,9 +310,9 @@ def test_a_dataset_whose_files_change_under_a_run_is_refused(tmp_path):
 
 def loaded(source, environment=AirlineEnvironment, held_out=(), **data):
     settings = {"tasks": {"airline": str(source)}, **data}
-    domain = replace(embedded("airline")["airline"], environment=environment)
+    domain = replace(embedded("airline")["airline"], environment=environment, factory=None)
     config = Config.model_validate({"data": settings})
-    sets = split_source(config, domain, held_out, validation=[])
+    sets = split_source(config, domain, held_out, validation=[], read=None)
     return sets.train, sets.longest
 
 

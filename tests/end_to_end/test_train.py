@@ -185,8 +185,6 @@ from pathlib import Path
 
 from pipeline.environments.embedded import airline
 
-airline_tasks = airline.generate_tasks
-
 
 class DeskEnvironment(airline.AirlineEnvironment):
     def reset(self, **row):
@@ -198,7 +196,7 @@ class DeskEnvironment(airline.AirlineEnvironment):
 
 
 def generate_tasks(*arguments):
-    tasks = airline_tasks(*arguments)
+    tasks = airline.generate_tasks(*arguments)
     return [replace(task, domain="desk", id=task.id + "\\x1b[2J") for task in tasks]
 """
 

@@ -128,9 +128,9 @@ def test_the_cache_has_the_bytes_of_the_table_and_the_sampler_waits_once_in_eigh
     found = on_fake_gpu(sample, guard, recipe.rollout.max_tokens)
     assert found["cache"] == Memory(recipe).terms()["key-value cache"] == 2**30
     assert found["largest"] == 2**29  # the keys of a layer
-    assert found["open"] == {"row_sampler._feed": 6, "row_sampler.copy_rows": 1}
+    assert found["open"] == {"own._feed": 6, "own.copy_rows": 1}
     (waits, operations), (more_waits, more_operations) = found[2], found[10]
-    assert (waits.total(), more_waits - waits) == (12, {"row_sampler._decode": 1})
+    assert (waits.total(), more_waits - waits) == (12, {"own._decode": 1})
     # Of one layer, with LoRA; ten of them find the token by blocks, with few float64 numbers.
     assert (more_operations - operations) / 8 <= 175.2
 

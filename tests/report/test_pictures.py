@@ -100,7 +100,9 @@ def test_smoothing_keeps_a_line_straight_and_its_ends_in_place():
 
 
 def test_pictures_are_drawn_whatever_backend_a_notebook_has_named(tmp_path: Path) -> None:
-    code = "from pipeline.plots import drawing; from matplotlib import pyplot; print('drawn')"
+    code = (
+        "from pipeline.report.plots import drawing; from matplotlib import pyplot; print('drawn')"
+    )
     environ = {**os.environ, "MPLBACKEND": "module://matplotlib_inline.backend_inline"}
     environ |= {"MPLCONFIGDIR": str(tmp_path)}
     done = subprocess.run(

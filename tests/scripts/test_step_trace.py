@@ -12,6 +12,6 @@ FILES_BEFORE = 34
 
 def test_a_warm_step_opens_few_rooms_and_files():
     found = traced()
-    assert {"rollout", "chat", "embedded", "grpo", "distributed"} <= set(found["rooms"])
+    assert {"rollout", "models", "environments", "training", "distributed"} <= set(found["rooms"])
     assert found["num_rooms"] <= 11, found["rooms"]
     assert found["num_files"] <= 0.83 * FILES_BEFORE, list(found["files"])

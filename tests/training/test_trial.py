@@ -10,6 +10,7 @@ from pipeline.config.cli import parse
 from pipeline.distributed.ranks import Ranks
 from pipeline.models import lora, memory
 from pipeline.models.capabilities import attention_size
+from pipeline.models.model_checks import check_positions
 from pipeline.preflight import check
 from pipeline.rollout.samplers import own as row_cache
 from pipeline.rollout.samplers.choice import make_sampler
@@ -128,7 +129,7 @@ def test_learned_positions_that_do_not_suffice_are_refused_before_anything_runs(
 def test_positions_that_are_not_learned_may_be_too_few_as_well():
     model = model_of("gptj", n_positions=48, rotary_dim=4)  # without a table of embeddings
     with pytest.raises(UserError, match="got 64, but the model has positions for 48 tokens"):
-        check.check_positions(model, 64)
+        check_positions(model, 64)
 
 
 def test_logits_that_training_would_not_compute_are_refused():
