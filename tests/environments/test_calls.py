@@ -13,11 +13,9 @@ import sys
 import threading
 import time
 from contextlib import suppress
-from functools import partial
 
 import pytest
 
-from pipeline.common.errors import CtrlC
 from pipeline.environments import calls
 from pipeline.environments.calls import Calls, awaited, guarded, run
 from pipeline.environments.faults import CallTimeout, EnvironmentFault
@@ -67,51 +65,11 @@ def test_a_call_that_swallows_exceptions_is_interrupted_all_the_same(never, monk
     assert [type(error) for error in swallowed] == [CallTimeout]
 
 
-def test_a_late_call_that_answers_an_alarm_is_late_whatever_it_answers(never):
-    def give_up():
-        try:
-            never.wait()
-        except BaseException:
-            raise KeyError("gave up") from None
-
-    def give_in():
-        try:
-            never.wait()
-        except BaseException:
-            return "in time, surely"
-
-    for late in (give_up, give_in):
-        with pytest.raises(EnvironmentFault, match=LATE):
-            guarded("look", SHORT_S, late)
-
-
 def test_no_alarm_reaches_code_after_its_call():
     for seconds in [1e-6, 1e-5, 3e-5, 1e-4] * 500:  # the alarm comes as the call ends
         with pytest.raises(EnvironmentFault, match="CallTimeout"):
             guarded("look", seconds, lambda seconds=seconds: time.sleep(seconds))
     assert signal.getitimer(signal.ITIMER_REAL)[1] != calls.REPEAT_S
-
-
-@pytest.fixture
-def others_alarm():
-    """Somebody else's handler of SIGALRM and their timer; the handler's calls."""
-    rung = []
-    handler = signal.signal(signal.SIGALRM, lambda *_: rung.append("rung"))
-    left, _ = signal.setitimer(signal.ITIMER_REAL, 1000)
-    yield rung
-    signal.signal(signal.SIGALRM, handler)
-    signal.setitimer(signal.ITIMER_REAL, left)
-
-
-def test_the_alarms_of_others_go_on_after_a_call(others_alarm, never):
-    guarded("look", LONG_S, lambda: None)
-    with pytest.raises(EnvironmentFault):
-        guarded("look", SHORT_S, never.wait)
-    left, interval = signal.getitimer(signal.ITIMER_REAL)
-    assert 900 < left < 1000 and interval == 0
-    assert others_alarm == []
-    signal.raise_signal(signal.SIGALRM)
-    assert others_alarm == ["rung"]
 
 
 def test_a_call_that_sets_alarms_of_its_own_leaves_the_next_one_its_deadline(never):
@@ -143,47 +101,6 @@ def in_thread(function):
 def test_a_late_call_of_another_thread_is_told_late():
     fault = in_thread(lambda: guarded("look", 0.05, lambda: time.sleep(0.1)))
     says(str(fault), "CallTimeout: look ", " 0.05 s")
-
-
-@pytest.mark.parametrize("here", [True, False], ids=["main thread", "another"])
-def test_an_async_call_that_hangs_is_cancelled(here):
-    cancelled, refuses = threading.Event(), threading.Event()
-
-    async def hang():
-        try:
-            await asyncio.Event().wait()
-        except asyncio.CancelledError:
-            cancelled.set()
-            while not refuses.is_set():  # and is not waited for
-                await asyncio.sleep(0.01)
-
-    def late():
-        return guarded("look", SHORT_S, hang)
-
-    try:
-        if here:
-            with pytest.raises(EnvironmentFault, match=LATE):
-                late()
-        else:
-            assert re.match(LATE, str(in_thread(late)))
-        assert cancelled.wait(LONG_S)
-    finally:
-        refuses.set()
-
-
-def test_a_task_that_exits_does_not_end_the_event_loop():
-    async def leave_a_task():
-        async def leave():
-            sys.exit(3)
-
-        asyncio.get_running_loop().create_task(leave())
-        await asyncio.sleep(0.01)
-
-    async def answer():
-        return 5
-
-    guarded("look", LONG_S, leave_a_task)
-    assert guarded("look", LONG_S, answer) == 5
 
 
 class Unspeakable(Exception):
@@ -255,25 +172,6 @@ def test_a_person_at_the_keyboard_is_heard():
         guarded("look", LONG_S, raises(KeyboardInterrupt()))
 
 
-def test_where_it_cannot_be_a_person_an_interrupt_is_a_fault_of_the_code_that_raised_it():
-    """In a run, whose watchdog hears the signal; in a thread; under the handler of `run.py`."""
-
-    def interrupts():
-        raise KeyboardInterrupt
-
-    said = f"KeyboardInterrupt{place(interrupts)}"
-    before = signal.signal(signal.SIGINT, lambda *_: None)
-    try:
-        with pytest.raises(EnvironmentFault, match=f"^{re.escape(said)}$"):
-            guarded("look", LONG_S, interrupts)
-        with pytest.raises(CtrlC):
-            guarded("look", LONG_S, raises(CtrlC()))
-    finally:
-        signal.signal(signal.SIGINT, before)
-    with pytest.raises(EnvironmentFault, match=f"^{re.escape(said)}$"):
-        run(beside(Calls(LONG_S), interrupts))
-
-
 # Calls in the background
 
 
@@ -339,51 +237,6 @@ def test_what_came_in_time_counts_while_the_calling_thread_was_busy():
         assert run(play(is_async)) == "seen"
 
 
-def test_threads_that_are_stuck_starve_nobody(never, monkeypatch):
-    monkeypatch.setattr(calls, "MAX_THREADS", 2)
-    background, found = Calls(DEADLINE_S), []
-
-    async def play():
-        background.begin()
-        seen = [lambda: found.append("seen")] * 4
-        made = [beside(background, function) for function in [never.wait, never.wait, *seen]]
-        return await asyncio.gather(*made, return_exceptions=True)
-
-    stuck, others = (answers := run(play()))[:2], answers[2:]
-    assert found == ["seen"] * 4 and others == [None] * 4
-    assert [str(fault) for fault in stuck] == ["CallTimeout: look took more than 0.5 s"] * 2
-
-
-@pytest.mark.parametrize("late", [True, False], ids=["late", "stopped"])
-def test_an_episode_that_was_given_up_does_nothing_more(late):
-    going_on, calling, done = threading.Event(), threading.Event(), []
-    background = Calls(SHORT_S if late else LONG_S)
-
-    def hang():
-        done.append(threading.current_thread())
-        calling.set()
-        going_on.wait()
-
-    async def play():
-        await beside(background, hang)
-        done.append("what follows from it")
-        await beside(background, lambda: done.append("another call"))
-
-    async def play_and_stop():
-        task = asyncio.create_task(play())
-        while not calling.is_set():
-            await asyncio.sleep(0.01)
-        if not late:
-            task.cancel()
-        await task
-
-    with pytest.raises(EnvironmentFault if late else asyncio.CancelledError):
-        run(play_and_stop())
-    going_on.set()
-    done[0].join(LONG_S)
-    assert len(done) == 1
-
-
 def test_a_call_that_never_returns_does_not_keep_the_process_from_ending():
     code = """
 import threading
@@ -398,31 +251,6 @@ except Exception as fault:
     )
     assert re.match(LATE, done.stdout.strip())
     assert (done.returncode, done.stderr) == (0, "")
-
-
-def test_calls_that_hang_at_the_same_time_count_once(never):
-    background = Calls(SHORT_S)
-    here = partial(background.here, ("desk", "t1"), "look", lambda: "seen")
-
-    def hang_together():
-        async def together():
-            hanging = [beside(background, never.wait) for _ in range(5)]
-            return await asyncio.gather(*hanging, return_exceptions=True)
-
-        assert all(re.match(LATE, str(fault)) for fault in run(together()))
-
-    for _ in range(2):
-        hang_together()
-    assert here() == "seen"  # and now they are no longer in a row
-    for _ in range(3):
-        hang_together()
-    again = partial(run, beside(background, lambda: "seen"))
-    for call in (here, again):
-        with pytest.raises(EnvironmentFault, match="desk is not called again in this rollout"):
-            call()
-    assert background.here(("shop", "t1"), "look", lambda: "seen") == "seen"
-    background.begin()
-    assert here() == "seen"
 
 
 # Event loops of others

@@ -5,14 +5,12 @@ barrier then breaks, and the test fails.
 """
 
 import asyncio
-from functools import partial
-from threading import Barrier, active_count, current_thread
+from threading import Barrier, current_thread
 
 import pytest
 
 from pipeline.config.settings import RolloutSettings
-from pipeline.environments.calls import Calls, run
-from pipeline.environments.tools import answer_call, may_wait, outcome_of, reply_of, started
+from pipeline.environments.tools import may_wait
 from pipeline.rollout.rollout import RolloutRequest
 from tests.support.helpers import (
     Desk,
@@ -36,51 +34,6 @@ def play(environments, scripts):
         for n, (domain, _) in enumerate(scripts)
     ]
     return rollout_of(sampler, chat(), environments, LIMITS)(requests)
-
-
-def test_coroutines_that_wait_hold_no_thread():
-    """Each of 200 environments waits until all of them wait, in every kind of async call."""
-    meetings, num_threads = {}, []
-
-    async def meet(kind):
-        async with asyncio.timeout(TIMEOUT_S):
-            await meetings.setdefault(kind, asyncio.Barrier(200)).wait()
-        num_threads.append(active_count())
-
-    class Client:
-        async def reply(self, message):
-            await meet("reply")
-
-    class Remote:
-        async def reset(self, **row):
-            self.user = Client()
-            await meet("reset")
-
-        async def meet(self) -> str:
-            """Meet the others."""
-            await meet("tool")
-            return "met"
-
-        async def get_reward(self) -> float:
-            await meet("get_reward")
-            return 1.0
-
-    before, calls = active_count(), Calls(TIMEOUT_S)
-    beside = partial(calls.beside, ("desk", "t1"), is_async=True)
-
-    async def play():
-        environment, *_ = await beside("reset", partial(started, Remote, {}))
-        call = partial(answer_call, environment, "meet", {})
-        assert (await beside("meet", call)).content == "met"
-        assert await beside("reply", partial(reply_of, environment, "?")) is None
-        assert await beside("get_reward", partial(outcome_of, environment)) == (1.0, {}, {})
-
-    async def play_200():
-        await asyncio.gather(*(play() for _ in range(200)))
-
-    run(play_200())
-    assert len(num_threads) == 800
-    assert max(num_threads) <= before + 10
 
 
 def test_every_call_of_a_class_that_says_it_is_concurrent_runs_beside_others():
@@ -212,27 +165,7 @@ def test_what_does_not_wait_stays_in_the_thread_of_the_rollout():
     assert threads == [current_thread()]
 
 
-def test_a_user_that_answers_asynchronously_may_wait():
-    class Client:
-        async def reply(self, message):
-            return None
-
-    class Here(Desk):
-        wait = None
-
-    environment = Here()
-    environment.user = Client()
-    assert may_wait(Here, environment) and not may_wait(Here, Here())
-
-
 def test_get_reward_may_belong_to_the_instance():
-    class Remote(Desk):
-        get_reward = None
-
-        def reset(self, **row):
-            self.get_reward = lambda: 0.5
-            return super().reset(**row)
-
     class Proxy:
         concurrent = True
 
@@ -245,6 +178,5 @@ def test_get_reward_may_belong_to_the_instance():
                 raise AttributeError(name)
             return lambda: 0.25
 
-    scripts = [("remote", [say("done")]), ("proxy", [say("done")])]
-    trajectories = play({"remote": Remote, "proxy": Proxy}, scripts)
-    assert [(t.reward, t.error) for t in trajectories] == [(0.5, ""), (0.25, "")]
+    (trajectory,) = play({"proxy": Proxy}, [("proxy", [say("done")])])
+    assert (trajectory.reward, trajectory.error) == (0.25, "")

@@ -5,24 +5,20 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
-from accelerate import Accelerator
 from datasets import Dataset
 
 from pipeline.checkpoints.run_folder import write_manifest
 from pipeline.common.errors import UserError
-from pipeline.config.settings import EMBEDDED_DOMAINS, Config, DataSettings
-from pipeline.distributed.ranks import Ranks
-from pipeline.environments import Domain, load_domains
+from pipeline.config.settings import Config, DataSettings
+from pipeline.environments import load_domains
 from pipeline.environments.demonstrations import demonstrations_of
 from pipeline.environments.domains import generated
 from pipeline.environments.experts import run_expert
 from pipeline.evaluation.baselines import baselines
-from pipeline.models.tiny import tiny_model, tiny_tokenizer
+from pipeline.models.tiny import tiny_model
 from pipeline.preflight.parts import prepare
-from pipeline.training.sft import IGNORED, encode, fine_tune, sft_examples, warm_start_schedule
-from scripts.proofs.ranks import play_ranks
-from tests.support.helpers import embedded, save_tasks, tokenizer
+from pipeline.training.sft import IGNORED, encode, sft_examples
+from tests.support.helpers import save_tasks, tokenizer
 from tests.support.messages import says
 
 BANK = '''
@@ -265,9 +261,6 @@ def test_shares_of_a_module_for_families_without_tasks_are_a_note(own):
     says(refusal(prepare, own(curriculum=settings)), "bank: got 'big', which has no tasks")
 
 
-# Who asks what is embedded
-
-
 # Resolved alike
 
 
@@ -282,26 +275,6 @@ def test_what_a_module_offers_belongs_to_its_domain(own):
     assert airline.expert is sys.modules["pipeline.environments.embedded.airline"].expert
     assert airline.max_tasks == 100_000
     assert "find_reservation" in airline.words()
-
-
-def test_an_embedded_domain_is_one_that_is_named_by_its_import_string():
-    """Under a name of its own, with the same parts."""
-    target = EMBEDDED_DOMAINS["retail"]
-    own = load_domains(Config(data={"domains": ["shop"], "environments": {"shop": target}}))["shop"]
-    retail = embedded("retail")["retail"]
-    assert (own.environment, own.expert) == (retail.environment, retail.expert)
-    assert set(own.words()) == set(retail.words())
-
-
-def test_a_module_need_not_offer_anything(own):
-    code = BANK[: BANK.index("def expert")].replace("WORDS =", "_words =")
-    bank = load_domains(own(code, "silent_bank"))["bank"]
-    assert bank == Domain(
-        name="bank", environment=bank.environment, factory=bank.environment, words=bank.words
-    )
-    assert list(bank.words()) == []
-    vocabulary = tiny_tokenizer([bank]).get_vocab()
-    assert vocabulary == tokenizer().get_vocab()
 
 
 def test_slots_with_all_that_an_episode_sets_are_fine(own):
@@ -364,36 +337,6 @@ def test_an_own_expert_gives_the_warm_start_its_share_of_rows(own):
         if start == "bank"
     ]
     assert all(text.startswith("Which account?<|im_end|><tool_call>") for text in trained)
-
-
-def warm_started(config) -> tuple[float, float, list[str]]:
-    """The mean loss of the first steps and of the last, and the tasks that GRPO would train on."""
-    accelerator = Accelerator()
-    parts = prepare(config)
-    losses = []
-    for steps in (1, 12):
-        torch.manual_seed(0)
-        warm = config.warm_start.model_copy(update={"steps": steps})
-        settings, model = (
-            config.model_copy(update={"warm_start": warm}),
-            tiny_model(parts.tokenizer, 0),
-        )
-        examples = sft_examples(settings, parts.chat, parts.domains)
-        schedule = warm_start_schedule(settings)
-        ranks = Ranks(0, 1, 60)
-        losses.append(fine_tune(settings, accelerator, ranks, model, examples, schedule))
-    return losses[0], losses[1], [task.id for task in parts.train["bank"]]
-
-
-def test_a_warm_start_learns_from_an_own_expert_beside_a_file_of_own_tasks(own, tmp_path):
-    tasks = generated(own(), load_domains(own())["bank"], 9, "train")[5:]
-    save_tasks(tasks, path := tmp_path / "bank.jsonl")
-    config = own(tasks={"bank": str(path)}, run={"output_dir": str(tmp_path / "out")})
-    (found,) = play_ranks(warm_started, 1, config)
-    assert isinstance(found, tuple), found
-    first, last, trained = found
-    assert 0 < last < 0.8 * first
-    assert trained == ["train-5", "train-6", "train-7", "train-8"]
 
 
 def test_own_words_are_tokens_of_the_tiny_model(own):

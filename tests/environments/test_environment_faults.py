@@ -4,7 +4,6 @@ A call "hangs" where it waits for an event that the test sets only at its end.
 """
 
 import asyncio
-import itertools
 import json
 import math
 import re
@@ -15,7 +14,6 @@ from dataclasses import dataclass
 from datetime import date, datetime, time, timedelta
 from decimal import Decimal
 from enum import Enum
-from itertools import count
 from pathlib import Path
 from types import MappingProxyType, SimpleNamespace
 
@@ -26,14 +24,11 @@ from PIL import Image
 from pydantic import BaseModel
 
 from pipeline.config.settings import RolloutSettings
-from pipeline.environments import tools
 from pipeline.environments.calls import run_here
 from pipeline.environments.faults import Outage
 from pipeline.environments.tools import ToolError, answer_call
 from pipeline.rollout.rollout import RolloutRequest
 from pipeline.rollout.trajectory import StopReason
-from scripts.proofs.grid import small_model
-from scripts.proofs.runs import ForcedSampler
 from tests.support.helpers import (
     Desk,
     ScriptedSampler,
@@ -43,7 +38,6 @@ from tests.support.helpers import (
     rollout_of,
     say,
 )
-from tests.support.messages import says
 
 SHORT_S = 0.2  # the deadline where nothing but the call that hangs has to be faster
 DEADLINE_S = 0.5  # where other calls have to be
@@ -170,15 +164,6 @@ def test_an_episode_whose_call_hangs_ends_with_reward_0_and_is_kept(
     assert [t.num_tool_errors for t in trajectories] == [0] * 8
 
 
-def test_calls_of_a_message_before_the_one_that_hangs_stay_in_the_transcript(never, monkeypatch):
-    monkeypatch.setattr(Hanging, "never", never, raising=False)
-    message = call("dance")
-    message["tool_calls"] += call("look", item="lamp")["tool_calls"]
-    trajectory = play_one(Hanging, message, hangs="look")
-    assert trajectory.error == "CallTimeout: look took more than 0.5 s"
-    assert trajectory.messages[-1]["content"] == '{"error": "unknown tool dance"}'
-
-
 class Breaking(SyncDesk):
     """Its tools fail in different ways."""
 
@@ -224,23 +209,6 @@ def test_exceptions_of_a_tools_own_code_are_shown_to_the_model_and_counted():
     assert (trajectory.stop_reason, trajectory.reward) == (StopReason.COMPLETED, 1.0)
 
 
-class Endless(dict):
-    def items(self):
-        return ((str(number), number) for number in itertools.count())
-
-
-class Fountain(Desk):
-    def pour(self) -> dict:
-        """Return a dict without end."""
-        return Endless(start=0)
-
-
-def test_a_result_without_end_is_cut_off(monkeypatch):
-    monkeypatch.setattr(tools, "MAX_CHARACTERS", 1000)
-    said = json.loads(tools.call_tool(Fountain(), "pour", {}))
-    says(said["error"], "returned 10", "characters, the limit is 1000")
-
-
 def test_the_first_failure_of_each_call_is_told_at_once_with_its_line(capsys):
     scripts = [
         ("desk", {}, [call("refuse"), call("crash"), say("done")]),
@@ -258,18 +226,6 @@ def test_the_first_failure_of_each_call_is_told_at_once_with_its_line(capsys):
         "warning: shop: reset failed on task t2: OSError: no connection "
         '(test_environment_faults.py, line N: raise OSError("no connection"))',
     ]
-
-
-def test_a_tool_whose_arguments_cannot_be_checked_is_a_tool_that_failed():
-    class Strange:
-        pass
-
-    class Typed(SyncDesk):
-        def look(self, item: Strange) -> str:
-            return "seen"
-
-    answer = run_here(answer_call, Typed(), "look", {"item": "lamp"})
-    assert answer.raised and answer.content.startswith('{"error": "Unable to generate pydantic')
 
 
 @pytest.mark.parametrize(
@@ -486,64 +442,6 @@ def test_a_domain_that_hangs_again_and_again_is_not_called_any_more(never):
 # Progress, and stopping
 
 
-def test_each_call_and_each_pass_is_told_beforehand():
-    told = []
-
-    class Watched(SyncDesk):
-        def reset(self, **row):
-            told.append("reset")
-            return super().reset(**row)
-
-        def look(self, item: str) -> str:
-            """Look an item up.
-
-            Args:
-                item: Its name.
-            """
-            told.append("look")
-            return item
-
-        def get_reward(self) -> float:
-            told.append("get_reward")
-            return super().get_reward()
-
-    twice = call("look", item="lamp")
-    twice["tool_calls"] *= 2
-    play({"desk": Watched}, [("desk", {}, [twice, say("done")])], on_progress=told.append)
-    assert told == [
-        *("desk/t0", "reset", ""),
-        *("desk/t0", "look", "desk/t0", "look", ""),
-        *("desk/t0", "desk/t0", "desk/t0", "get_reward"),  # the user, the final message, the reward
-    ]
-
-
-def test_a_rollout_whose_episodes_all_wait_tells_so_and_can_be_stopped(monkeypatch):
-    monkeypatch.setattr("pipeline.rollout.rollout.TICK_S", 0.01)
-    told, waiting = [], threading.Event()
-
-    class Silent(HangingAsync):
-        async def look(self, item: str) -> str:
-            """Look an item up, which has no end.
-
-            Args:
-                item: Its name.
-            """
-            waiting.set()
-            await asyncio.Event().wait()
-
-    def on_progress(key):
-        told.append(key)
-        if waiting.is_set() and told[-3:] == [""] * 3:
-            raise Stop
-
-    limits = LIMITS.model_copy(update={"call_timeout": 60})
-    sampler = ScriptedSampler({0: [call("look", item="lamp")]})
-    request = RolloutRequest(task=make_task(), trial=0, key=0)
-    with pytest.raises(Stop):
-        rollout_of(sampler, chat(), {"desk": Silent}, limits, on_progress=on_progress)([request])
-    assert sampler.num_open == 0
-
-
 def test_episodes_that_still_wait_at_the_rollouts_deadline_end_as_if_they_got_no_answer():
     class Slow(HangingAsync):
         async def get_reward(self) -> float:
@@ -563,98 +461,6 @@ def test_episodes_that_still_wait_at_the_rollouts_deadline_end_as_if_they_got_no
     assert [t.stop_reason for t in trajectories] == [failed] * 3 + [completed] * 2
     assert [t.left_out for t in trajectories] == ["reset", "", "reply", "", ""]
     assert [t.reward for t in trajectories] == [0.0, 0.0, 0.0, 1.0, 1.0]
-
-
-class Stop(BaseException):
-    """What somebody raises who wants the rollout to end now."""
-
-
-@pytest.mark.parametrize("concurrent", [False, True], ids=["here", "beside"])
-def test_a_rollout_that_is_stopped_at_any_pass_leaves_no_conversation_open(concurrent):
-    class Talking(SyncDesk):
-        def __init__(self):
-            self.user = SimpleNamespace(reply=lambda message: "go on")
-
-    Talking.concurrent = concurrent
-    model = small_model(vocab_size=len(chat().tokenizer))
-    sampler = ForcedSampler(model, chat().end_of_turn_id, 1.0, torch.float32)
-    sampler.forced = {
-        key: [id for turn in range(3) for id in chat().message_ids(say("a" * (key + turn)))]
-        for key in range(6)
-    }
-    limits = LIMITS.model_copy(update={"max_turns": 3, "max_concurrent_episodes": 4})
-    requests = [RolloutRequest(task=make_task(f"t{n}"), trial=0, key=n) for n in range(6)]
-    stops_at, passes = [math.inf], 0
-
-    def on_progress(key):
-        nonlocal passes
-        passes += key == ""
-        if key == "" and passes == stops_at[-1]:
-            raise Stop
-
-    rollout = rollout_of(sampler, chat(), {"desk": Talking}, limits, on_progress=on_progress)
-    undisturbed = [t.completion_ids for t in rollout(requests)]
-    for number in count(1):  # the number of passes depends on the waits beside
-        stops_at.append(number)
-        passes = 0
-        try:
-            found = [t.completion_ids for t in rollout(requests)]
-            break
-        except Stop:
-            assert sampler._slots == {}
-            assert passes == number
-    assert number > 6
-    assert found == undisturbed
-
-
-# Coroutines that cancel others
-
-
-def cancel_all():
-    for task in asyncio.all_tasks():
-        task.cancel()
-
-
-class Canceller(Desk):
-    """Cancels every task of the event loop, where its payload says."""
-
-    async def _may_cancel(self, where):
-        await asyncio.sleep(0)
-        if self._payload.get("cancels") == where:
-            cancel_all()
-
-    async def reset(self, **row):
-        addition = Desk.reset(self, **row)
-        await self._may_cancel("reset")
-        return addition
-
-    async def look(self, item: str) -> str:
-        """Look an item up.
-
-        Args:
-            item: Its name.
-        """
-        await self._may_cancel("look")
-        return item
-
-    async def get_reward(self) -> float:
-        await self._may_cancel("get_reward")
-        return Desk.get_reward(self)
-
-
-@pytest.mark.parametrize("place", ["reset", "look", "get_reward"])
-def test_a_coroutine_that_cancels_all_others_is_a_failure_that_is_told(place):
-    script = [call("look", item="lamp"), say("done")]
-    scripts = [("desk", {"cancels": place} if n == 1 else {}, script) for n in range(4)]
-    trajectories = play({"desk": Canceller}, scripts)
-    assert len(trajectories) == 4
-    own = trajectories[1]
-    assert own.stop_reason is StopReason.ENVIRONMENT_ERROR
-    assert own.error.startswith("CancelledError: code that shares its event loop cancelled it; ")
-    for trajectory in trajectories:
-        told = [m["content"] for m in trajectory.messages if m["role"] == "tool"]
-        is_hit = "CancelledError" in trajectory.error + "".join(told)
-        assert is_hit or trajectory.stop_reason is StopReason.COMPLETED
 
 
 # What tools return

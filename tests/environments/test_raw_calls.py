@@ -146,27 +146,6 @@ def test_a_tool_called_done_ends_the_episode_only_when_it_is_called():
     assert trajectory.stop_reason is StopReason.COMPLETED
 
 
-class Lamp:
-    """`done` is a method, so a tool."""
-
-    def reset(self, **row):
-        self.final_message = ""
-
-    def done(self):
-        """Say that the work is done."""
-        self.done = True
-        return "ok"
-
-    def get_reward(self):
-        return float(self.final_message == "bye")
-
-
-def test_an_expert_ends_with_its_message_where_a_tool_is_called_done():
-    task = make_task(payload=json.dumps({"goal": {"a": 1}}))
-    messages, reward = run_expert(Lamp(), lambda agent, goal: "bye", task)
-    assert (messages[-1]["content"], reward) == ("bye", 1.0)
-
-
 @pytest.mark.parametrize(
     ("messages", "reason"),
     [
@@ -214,17 +193,6 @@ def test_the_reward_is_asked_with_the_whole_conversation():
     assert roles_of(tried) == ["system", "user"]
     assert [m["content"] for m in trajectory.messages[2:]] == ["", "ok", "bye"]
     assert played.messages[2]["tool_calls"][0]["function"]["arguments"] == {"to": "a"}
-
-
-def test_other_classes_keep_an_attribute_called_messages():
-    class Chatty(Lamp):
-        def reset(self, **row):
-            self.final_message, self.messages = "", 3
-
-        def get_reward(self):
-            return float(self.messages)
-
-    assert play(say("bye"), environment=Chatty).reward == 3.0
 
 
 def test_the_record_keeps_a_result_that_the_model_saw_replaced():

@@ -406,19 +406,6 @@ def test_one_row_that_is_too_long_is_named_and_can_be_left_out(place, name, kind
     assert [note for note in parts.notes if "no room" in note] == [told]
 
 
-def test_held_out_rows_that_are_too_long_are_named_or_left_out_as_well(place):
-    source = lines(place / "sums.jsonl", rows(12))
-    held_out = with_long(place / "held.jsonl", [1, 3], count=5)
-    changed = [json.loads(line) for line in (place / "held.jsonl").read_text().splitlines()]
-    lines(place / "held.jsonl", [{**row, "prompt": "say " + row["prompt"]} for row in changed])
-    settings = {"eval_tasks": {"sums": held_out}, "eval_tasks_per_domain": 5}
-    says(refusal(lambda: prepare(limited(source, **settings))), "task '1', ", "held.jsonl, line 2")
-    parts = prepare(limited(source, **settings, skip_long_tasks=True))
-    assert [task.id for task in parts.held_out["sums"]] == ["0", "2", "4"]
-    assert len(parts.train["sums"]) + len(parts.validation["sums"]) == 12
-    assert sum("2 of the 5 tasks of" in note for note in parts.notes) == 1
-
-
 def test_rows_that_are_all_too_long_are_refused(place):
     source = with_long(place / "sums.jsonl", range(30))
     message = refusal(lambda: prepare(limited(source, skip_long_tasks=True)))
@@ -576,25 +563,6 @@ def test_equal_rows_of_eval_tasks_are_one_task(place):
     held_out = lines(place / "held.jsonl", found)
     sets, _ = prepared(lines(place / "own.jsonl", rows(9)), eval_tasks={"sums": held_out})
     assert sorted(int(text.split()[0]) for text in requests(sets.held_out)) == [0, 1]
-
-
-def test_demonstrations_of_a_domain_with_tools_that_answer_held_out_requests_are_told(place):
-    shown = [
-        {"role": "system", "content": "Rules."},
-        {"role": "user", "content": "Book desk 3 "},
-        {"role": "assistant", "content": "x"},
-    ]
-    (place / "own_desk.py").write_text(
-        f"class Desk:\n    {NAMED}\n    def get_reward(self): return 0.0\n"
-        "    def look(self) -> str:\n        '''Look.'''\n        return 'x'\n"
-    )
-    data = {"domains": ["desk"], "environments": {"desk": "own_desk:Desk"}}
-    data |= {"demonstrations": {"desk": lines(place / "shown.jsonl", [{"messages": shown}])}}
-    config = Config.model_validate({"data": data})
-    held_out = [make_task(domain="desk", request=f"book desk {n}") for n in range(6)]
-    domains = load_domains(config)
-    notes, _ = check_demonstrations(config, domains, chat(), {"desk": held_out})
-    says(" ".join(notes), "demonstrations of desk: 1 of 6 held-out requests are answered in the")
 
 
 def test_all_that_is_summed_into_the_reward_is_named(place):

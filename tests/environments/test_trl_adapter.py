@@ -1,6 +1,5 @@
 """The embedded domains in TRL's GRPOTrainer: the same tools, prompts and rewards as here."""
 
-import inspect
 from importlib import import_module
 
 import pytest
@@ -13,7 +12,7 @@ from pipeline.environments.discovery import tool_schemas
 from pipeline.environments.experts import run_expert
 from pipeline.models.tiny import tiny_model
 from scripts.bench.trl_adapter import factories, outcome_reward, rows_without_user
-from tests.support.helpers import call, chat, embedded, environments_of, say, tokenizer
+from tests.support.helpers import chat, embedded, environments_of, say, tokenizer
 
 CLASSES = environments_of(embedded(*DEFAULT_DOMAINS))
 MODULES = {
@@ -34,28 +33,6 @@ def alone(domain, count=150):
     return [task for task in tasks if task.id in kept], rows
 
 
-def tools_of(environment):
-    """The tools as TRL finds and calls them."""
-    return {
-        name: getattr(environment, name)
-        for name, _ in inspect.getmembers(type(environment), predicate=inspect.isfunction)
-        if name not in ("reset", "get_reward") and not name.startswith("_")
-    }
-
-
-def played(environment, row, messages):
-    """Play these messages as TRL does; returns the conversation after the prompt."""
-    environment.reset(**{key: value for key, value in row.items() if key != "environment"})
-    completion = []
-    for message in messages:
-        completion.append(message)
-        for each in message.get("tool_calls", []):
-            name, arguments = each["function"]["name"], each["function"]["arguments"]
-            content = str(tools_of(environment)[name](**arguments))
-            completion.append({"role": "tool", "name": name, "content": content})
-    return completion
-
-
 def reward(environment, completion, last_id=END):
     (earned,) = outcome_reward(END)(
         prompts=[[]],
@@ -65,19 +42,6 @@ def reward(environment, completion, last_id=END):
         trainer_state=None,
     )
     return earned
-
-
-def test_an_episode_without_a_closing_message_earns_nothing():
-    task = next(task for task in make_tasks("telecom") if task.branch == "off")
-    record = next(word for word in task.prompt[-1]["content"].split() if word[0] == "K")
-    environment = factories(CLASSES)["telecom"]()
-    work = [call("get_line", line=record), call("enable_roaming", line=record)]
-    assert reward(environment, played(environment, task.row(), [*work, say("Done.")])) == 1.0
-    completion = played(environment, task.row(), work)
-    assert reward(environment, completion) == 0.0  # the last message is a result
-    assert reward(environment, completion[:1]) == 0.0  # the last message is a call
-    completion = played(environment, task.row(), [*work, say("Do")])
-    assert reward(environment, completion, last_id=7) == 0.0  # it was cut off
 
 
 # In the trainer

@@ -1,6 +1,5 @@
 """Environments written for TRL's `environment_factory` train here as they are."""
 
-import gzip
 import json
 import random
 import re
@@ -32,7 +31,6 @@ from tests.support.helpers import (
     rollout_of,
     say,
 )
-from tests.support.warm import play
 
 FORMS = "tests.support.trl_forms"
 LIMITS = {"max_tokens": 1500, "max_tokens_per_turn": 100, "max_tool_result_tokens": 200}
@@ -370,24 +368,3 @@ def test_wrapped_methods_aliases_and_lambdas_are_tools_under_their_own_names():
 )
 def test_a_wrong_factory_is_named(given, message):
     assert message in refusal(parse, ["--environments", f'{{"own": {given}}}'])
-
-
-# A run
-
-
-def test_a_run_of_two_environments_on_two_ranks(tmp_path, routed):
-    flags = ["--domains", "total,strict", "--environments", json.dumps(BOTH)]
-    flags += ["--tasks", json.dumps(routed), "--reward-funcs", ",".join(HITS)]
-    flags += ["--curriculum", "mixed", "--max-steps", "1", "--tasks-per-step", "4"]
-    flags += ["--num-generations", "2", "--validation-steps", "0", "--warm-start-steps", "0"]
-    flags += ["--eval-tasks-per-domain", "2", "--eval-trials", "1", "--report-to", "none"]
-    play(*flags, "--output-dir", "out", cwd=tmp_path)
-    seen = defaultdict(list)
-    for path in (tmp_path / "out").glob("trajectories/mixed/step-*.jsonl.gz"):
-        for episode in map(json.loads, gzip.decompress(path.read_bytes()).splitlines()):
-            assert not episode["error"]
-            assert set(episode["rewards"]) == {"hits", "lowered"}
-            seen[episode["domain"], episode["task_id"]].append(episode["messages"][0]["content"])
-    assert {len(texts) for texts in seen.values()} == {2}
-    assert {len(set(texts)) for texts in seen.values()} == {1}
-    assert sorted(domain for domain, _ in seen) == ["strict", "strict", "total", "total"]

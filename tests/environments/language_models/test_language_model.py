@@ -1,28 +1,21 @@
 """A language model's answers on disk: none is lost or paid twice; and its budget."""
 
 import asyncio
-import io
 import json
 import os
 import signal
-from contextlib import redirect_stderr
 from types import SimpleNamespace
 
 import pytest
-from accelerate import Accelerator
 
 from pipeline.common.errors import UserError
 from pipeline.config.settings import CustomerSettings
-from pipeline.distributed.ranks import Ranks
 from pipeline.environments.faults import Outage
-from pipeline.environments.language_models import language_model
 from pipeline.environments.language_models.language_model import (
     AnswerCache,
     LanguageModel,
     key_of,
-    said_on_one_rank,
 )
-from scripts.proofs.ranks import play_ranks
 from tests.support.endpoint import serving
 
 YES = {"role": "assistant", "content": "Yes."}
@@ -133,24 +126,6 @@ def test_ranks_share_what_is_left(tmp_path):
         model = LanguageModel("customer", settings, 120, tmp_path, ranks)
         found.append(model._most_calls)
     assert found == [1 + 4, 1 + 4, 1 + 3]
-
-
-def tell():
-    """What a rank prints of a line that both ranks have, and of one that rank 1 alone has."""
-    accelerator, said = Accelerator(), io.StringIO()
-    ranks = Ranks(accelerator.process_index, 2, 30)
-    language_model.QUIET_S = 1e12  # one window of time
-    with redirect_stderr(said):
-        said_on_one_rank(ranks)("away")
-        if ranks.rank == 1:
-            said_on_one_rank(ranks)("back")
-    accelerator.wait_for_everyone()  # or the store could leave with rank 0
-    return said.getvalue().splitlines()
-
-
-def test_a_line_is_printed_by_the_rank_that_has_it_first():
-    first, second = play_ranks(tell, 2)
-    assert sorted(first + second) == ["away", "back"] and "back" in second
 
 
 def cut_off(content):
