@@ -166,32 +166,6 @@ def test_runs_of_different_recipes_have_short_names_and_a_table_of_their_setting
         assert box.x0 >= 0 and box.x1 <= figure.bbox.x1 and box.y0 >= 0
 
 
-@pytest.mark.parametrize("is_there", [True, False])
-def test_a_run_from_a_checkpoint_is_named_by_it_and_its_run(tmp_path, is_there):
-    warm = make_run(tmp_path / "runs" / "warm", THREE)
-    for name, checkpoint in (("from", "warm-start"), ("later", "stage-1")):
-        model = {"model": str(warm / "checkpoints" / checkpoint)}
-        make_run(tmp_path / "runs" / name, THREE, settings={"model": model})
-    if not is_there:
-        shutil.rmtree(warm)
-    labels = [c.label for c in configurations_of(tmp_path / "runs")]
-    wanted = ["model stage-1 of warm", "model tiny", "model warm-start of warm"]
-    assert sorted(labels) == [of for of in wanted if is_there or of != "model tiny"]
-
-
-def test_long_names_are_never_the_same_for_two_configurations_in_table_and_plot(tmp_path):
-    for name in "ab":
-        long = {"model": {"model": 60 * "x" + name}, "grpo": {"reference_per_stage": name == "b"}}
-        make_run(tmp_path / name, THREE, settings=long)
-    found = configurations_of(tmp_path)
-    assert len({c.label for c in found}) == 2
-    (legend,) = draw({"pareto": pareto}, found)["pareto"].legends
-    names = [" ".join(text.get_text().split()) for text in legend.get_texts()]
-    assert names == [c.label for c in found]
-    text = markdown_of(found)
-    assert all(f"| {name} | 1 |" in text for name in names)
-
-
 def test_runs_given_one_by_one_need_a_place_for_their_comparison(sweep, tmp_path, capsys):
     runs = [str(sweep / f"{name}-seed-1") for name in ("replay=0.05", "replay=0.5")]
     assert command(["report", *runs]) == 2
@@ -227,21 +201,6 @@ def test_success_at_the_end_is_paired_by_task_and_unequal_tasks_are_named(sweep,
         in text
     )
     assert f"**Unequal held-out tasks**, of a row and of replay 0.05: {unequal[0]}." in text
-
-
-def test_curves_have_a_line_for_each_run_and_its_colour_in_both_pictures(configurations):
-    figures = draw({"curves": curves, "pareto": pareto}, configurations)
-    grid = figures["curves"].axes
-    assert [axes.get_ylabel() for axes in grid[::2]] == list(THREE)
-    success = grid[1].get_lines()
-    assert len(success) == 6  # three configurations with two seeds
-    assert [list(line.get_ydata()) for line in success[2:4]] == [[0.375, 0.625, 0.625, 0.625]] * 2
-    of_rewards = [
-        line for line in grid[0].get_lines() if line.get_color() == success[4].get_color()
-    ]
-    assert [len(line.get_xdata()) for line in of_rewards] == [10] * 6  # three stages, two seeds
-    colours = [line.get_color() for line in figures["pareto"].axes[0].get_lines()]
-    assert {line.get_color() for line in success} <= set(colours)
 
 
 def test_a_run_is_a_link_to_its_report_if_it_has_one(sweep, tmp_path):

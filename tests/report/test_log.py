@@ -1,12 +1,10 @@
 """The files hold what was measured, and the trackers the same numbers under the same names."""
 
 import math
-import os
 import re
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -14,9 +12,8 @@ from pipeline.checkpoints.transcripts import save_transcripts
 from pipeline.common.durable import read_records
 from pipeline.common.errors import UserError
 from pipeline.config.settings import Config, TrackingSettings
-from pipeline.distributed.ranks import Ranks
 from pipeline.report.log import TRACKERS, RunLog, check_trackers
-from pipeline.report.progress import StageProgress, episodes_of
+from pipeline.report.progress import StageProgress
 from scripts.proofs.grid import make_trajectory
 from tests.support import ROOT
 from tests.support.messages import says
@@ -72,14 +69,6 @@ def test_other_ranks_write_nothing(tmp_path, capsys):
     assert capsys.readouterr() == ("", "")
 
 
-def test_a_missing_tracker_is_the_users_mistake_on_every_rank(tmp_path, monkeypatch):
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    for is_main in (True, False):
-        with pytest.raises(UserError, match="report_to: got tensorboard, which is not installed"):
-            RunLog(tmp_path / "run", config("tensorboard"), is_main=is_main)
-    assert not (tmp_path / "run").exists()
-
-
 def test_each_tracker_can_be_named_in_the_settings():
     report_to = TrackingSettings.model_json_schema()["properties"]["report_to"]
     assert report_to["items"]["enum"] == [*TRACKERS]
@@ -127,29 +116,6 @@ def test_a_resumed_run_drops_what_it_will_write_again(tmp_path, capsys):
     assert metrics.read_bytes() == undisturbed
     assert steps(timings) == [1, 2]
     assert capsys.readouterr().err == ""
-
-
-def test_sizes_are_those_of_lines_that_reach_the_disk(tmp_path, monkeypatch):
-    synced = []
-    with RunLog(tmp_path, config(), is_main=True) as log:
-        log.metrics(TRAIN)
-        monkeypatch.setattr(os, "fsync", lambda handle: synced.append(os.fstat(handle).st_ino))
-        assert (
-            log.state_dict()["sizes"]["metrics.jsonl"]
-            == (tmp_path / "metrics.jsonl").stat().st_size
-        )
-    assert synced == [
-        (tmp_path / name).stat().st_ino for name in ("metrics.jsonl", "timings.jsonl")
-    ]
-
-
-def test_a_fresh_run_starts_with_empty_files(tmp_path):
-    for name in ("metrics.jsonl", "timings.jsonl"):
-        (tmp_path / name).write_text('{"step": 1}\n{"st')
-    with RunLog(tmp_path, config(), is_main=True) as log:
-        assert log.state_dict()["sizes"] == {"metrics.jsonl": 0, "timings.jsonl": 0}
-    assert (tmp_path / "metrics.jsonl").read_bytes() == b""
-    assert (tmp_path / "timings.jsonl").read_bytes() == b""
 
 
 @pytest.mark.parametrize(
@@ -364,37 +330,6 @@ def test_progress_is_a_line_now_and_then_without_a_terminal(capsys):
         f"airline 20/25  {rewards}  {pace} N s left, N s left in all stages",
         f"airline 25/25  {rewards}  {pace} N s left in all stages",
     ]
-
-
-def test_progress_of_many_steps_is_ten_lines_whatever_is_not_known_yet(capsys):
-    with StageProgress("warm start", 440, is_main=True) as progress:
-        for step in range(440):
-            progress.step({"loss": None if step < 55 else 0.25})
-    lines = capsys.readouterr().err.splitlines()
-    assert ["loss 0.250" in line for line in lines] == [False] + [True] * 9
-
-
-def test_episodes_are_a_line_per_minute_without_a_terminal(capsys, monkeypatch):
-    passed = iter([0, 50, 70, 90, 140])
-    clock = SimpleNamespace(monotonic=lambda: next(passed))  # other threads have their own
-    monkeypatch.setattr("pipeline.report.progress.time", clock)
-    with episodes_of("evaluation after start", 360, Ranks(0, 1, 5)) as count:
-        for number in (1, 239, 100, 20):
-            count(number)
-    assert capsys.readouterr().err.splitlines() == [
-        "evaluation after start 240/360 episodes  70.0 s",
-        "evaluation after start 360/360 episodes  140.0 s",
-    ]
-
-
-def test_progress_is_a_bar_on_a_terminal(capsys, monkeypatch):
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    with StageProgress("airline", 3, is_main=True) as progress:
-        for _ in range(3):
-            progress.step(TRAIN)
-    text = capsys.readouterr().err
-    assert "airline: 100%" in text and "3/3" in text
-    assert "reward airline 0.50" in text
 
 
 def test_importing_it_needs_no_torch_and_no_tracker():

@@ -10,9 +10,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models
 
 from pipeline.report.plots import pictures
-from pipeline.report.plots.drawing import shown
 from pipeline.report.reader_data import choose, read_episodes, token_texts_of
-from pipeline.report.run_files import load_run
 from pipeline.report.write import rich, sections_of, table, write_report
 from tests.support.browser import Page
 from tests.support.report_runs import (  # noqa: F401
@@ -91,32 +89,6 @@ def test_choosing_stage_step_domain_and_outcome_shows_that_episode(run_folder, b
     assert parts.startswith("The parts of the reward")
     assert "endedthe agent ended the episode" in parts
     assert page.complaints() == []
-
-
-def test_a_list_offers_what_earlier_choices_leave_and_what_fits_no_new_one_gives_way(
-    run_folder, browser
-):
-    page = Page(browser, (run_folder / "report.html").as_uri())
-    page.choose(stage="retail")
-    assert page.offered("step") == ["", "11", "12", "13"]
-    assert page.offered("domain") == ["", "airline", "retail"]
-    page.choose(outcome="none solved", domain="retail", step="13")
-    assert page.shows("retail", 13, "retail", "retail-13-0")
-    page.choose(stage="evaluation-warm_start")
-    assert page.shows("evaluation-warm_start", 0, "retail", "retail-0-0")
-    chosen = "return ['step', 'domain', 'outcome'].map((n) => document.getElementById(n).value)"
-    assert page.script(chosen) == ["", "retail", "none solved"]
-
-
-def test_an_outcome_of_an_episode_marks_the_episodes_that_have_it(run_folder, browser):
-    page = Page(browser, (run_folder / "report.html").as_uri())
-    page.choose(stage="airline", episode="solved")
-    assert page.shows("airline", 1, "airline", "airline-1-1")
-    marked = page.script(
-        "return [...document.querySelectorAll('article.match h4')].map((h) => h.textContent)"
-    )
-    assert marked == ["Trial 1 reward 1"]
-    assert "max_turns" in page.offered("episode")
 
 
 def test_tokens_are_coloured_by_advantage_or_log_probability_with_a_legend(run_folder, browser):
@@ -267,15 +239,6 @@ def test_no_two_elements_of_the_page_have_the_same_id(run_folder):
     assert len(set(ids)) == len(ids)
 
 
-def test_a_picture_shows_every_number_of_the_matrix(run_folder):
-    text = (run_folder / "report.html").read_text()
-    [picture] = re.findall(r'aria-label="Accuracy matrix[^"]*">(.*?)</figure>', text, re.DOTALL)
-    for row in load_run(run_folder).transfer["domains"]["matrix"]:
-        for value, interval in (shown(number).split(" ", 1) for number in row):
-            assert f">{value}<" in picture
-            assert interval in picture
-
-
 def test_whole_groups_are_taken_evenly_over_stages_and_steps():
     sizes = {(("long", step), ("airline", str(i))): 8 for step in range(100) for i in range(10)}
     sizes |= {(("short", 100), ("airline", str(i))): 8 for i in range(10)}
@@ -295,15 +258,6 @@ def test_episodes_of_all_ranks_make_one_group_in_order_of_trials(run_folder):
     chunk = json.loads(gzip.decompress(base64.b64decode(reader.chunks[row[2]])))
     trials = [[found["trial"] for found in group] for group in chunk["groups"]]
     assert trials == 6 * [[0, 1]]
-
-
-def test_a_page_that_would_be_too_large_holds_fewer_episodes(run_folder):
-    whole = read_episodes(run_folder)
-    half = sum(map(len, whole.chunks)) // 2
-    part = read_episodes(run_folder, max_characters=half)
-    assert sum(map(len, part.chunks)) <= half
-    assert 0 < part.index["shown"] < whole.index["shown"]
-    assert part.index["total"] == whole.index["total"]
 
 
 def test_a_transcript_that_was_cut_off_is_read_as_far_as_it_goes(tmp_path):

@@ -17,10 +17,7 @@ from PIL import Image
 from pipeline.report.plots import drawing
 from pipeline.report.plots.pictures import (
     OF_RUN,
-    learning_curves,
     optimization,
-    smooth,
-    zero_std_groups,
 )
 from pipeline.report.run_files import load_run
 from tests.support.report_runs import (  # noqa: F401
@@ -84,21 +81,6 @@ def test_rewards_of_any_size_have_an_axis(tmp_path):
         assert_is_a_whole_picture(folder / f"{name}.png")
 
 
-def test_groups_of_which_too_few_were_left_have_a_layer_of_their_own(tmp_path):
-    folder = make_run(tmp_path / "run", ("mixed",))
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    lines[0]["rollout/too_few_left"] = 0.25
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    (legend,) = zero_std_groups(load_run(folder)).legends
-    assert [line.get_text() for line in legend.get_texts()][-1] == "fewer than two left"
-
-
-def test_smoothing_keeps_a_line_straight_and_its_ends_in_place():
-    assert smooth([0.5] * 20) == [0.5] * 20
-    assert smooth([0.0, 1.0]) == [0.5, 0.5]
-    assert smooth(list(range(20)))[4:16] == [float(i) for i in range(4, 16)]
-
-
 def test_pictures_are_drawn_whatever_backend_a_notebook_has_named(tmp_path: Path) -> None:
     code = (
         "from pipeline.report.plots import drawing; from matplotlib import pyplot; print('drawn')"
@@ -117,53 +99,6 @@ def with_metrics(folder: Path, change: Callable[[dict[str, Any]], dict[str, Any]
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     changed = [change(line) if line["kind"] == "train" else line for line in lines]
     path.write_text("".join(f"{json.dumps(line)}\n" for line in changed if line))
-
-
-def test_small_rewards_stand_beside_success_rates_on_one_axis(tmp_path):
-    folder = make_run(tmp_path / "run", ("mixed",))
-    with_metrics(folder, lambda line: line | {"reward/airline": 0.19})
-    results = json.loads((folder / "results.json").read_text())
-    for entry in results["evaluations"]:  # graded: neither 0 nor 1
-        tasks = entry["success"]["airline"]["tasks"]
-        entry["success"]["airline"]["tasks"] = {task: [0.19, 1.0] for task in tasks}
-    (folder / "results.json").write_text(json.dumps(results))
-    axes = learning_curves(load_run(folder)).axes
-    airline = [of for of in axes if of.get_ylabel() == "airline"]
-    assert [of.get_ylim() for of in airline] == [(-0.03, 1.03)]
-    assert not [of for of in axes if of.get_ylabel() == "mean reward"]
-    assert [0.19] * 10 in [[*line.get_ydata()] for line in airline[0].get_lines()]
-    with_metrics(folder, lambda line: line | {"reward/airline": 1.5})
-    labels = [of.get_ylabel() for of in learning_curves(load_run(folder)).axes]
-    assert labels.count("mean reward") == 1
-
-
-@pytest.mark.parametrize(
-    ("num_steps", "every", "words"),
-    [
-        (1, 1, None),
-        (4, 1, "mean of 4 steps"),
-        (10, 1, "mean of 9 steps"),
-        (10, 3, "mean of 4 drawn steps"),
-    ],
-)
-def test_a_mean_is_said_to_be_of_the_steps_that_it_is_of(tmp_path, num_steps, every, words):
-    folder = make_run(tmp_path / "run", ("mixed",))
-    with_metrics(folder, lambda line: line if line["step"] <= num_steps else None)
-    run = load_run(folder)
-    run = replace(run, train=run.train[::every])
-    (legend,) = learning_curves(run).legends
-    means = [text.get_text() for text in legend.get_texts() if "mean of" in text.get_text()]
-    assert means == ([words] if words else [])
-
-
-def test_a_stage_of_one_step_is_seen_and_steps_are_whole_numbers(tmp_path):
-    folder = make_run(tmp_path / "run", ("mixed",))
-    with_metrics(folder, lambda line: line if line["step"] == 1 else None)
-    run = load_run(folder)
-    axes = learning_curves(run).axes[0]
-    assert "." in [line.get_marker() for line in axes.get_lines() if [*line.get_xdata()] == [1]]
-    axes.set_xlim(0, 2)
-    assert [*axes.get_xticks()] == [0, 1, 2]
 
 
 def test_each_metric_of_the_updates_has_a_panel_even_if_it_is_0(tmp_path):

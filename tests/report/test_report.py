@@ -336,15 +336,6 @@ def test_the_terminal_shows_transfer_after_more_than_one_stage(sequential):
     assert lines[-1].startswith("forgetting         -0.12 [")
 
 
-def test_before_is_the_start_where_there_was_no_warm_start():
-    evaluations = [
-        evaluation("start", 0, {"retail": 0.25}),
-        evaluation("mixed", 10, {"retail": 0.5}),
-    ]
-    table = final_table({"evaluations": evaluations})
-    assert "before GRPO = at the start; after GRPO = after mixed;" in table
-
-
 def test_the_terminal_shows_pass_hat_1_to_4_where_tasks_have_4_trials():
     evaluations = [evaluation("start", 0, {"retail": 0.5})]
     rates = {f"pass^{k}": [[0.5 / k, 0.25 / k, 0.75 / k]] for k in (1, 2, 3, 4)}

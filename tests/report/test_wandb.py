@@ -210,15 +210,6 @@ def test_a_line_is_a_row_with_the_numbers_of_the_files(tmp_path, server, capfd):
     )
 
 
-def test_a_run_is_grouped_by_its_curriculum_in_names_that_the_server_takes(tmp_path, server):
-    order = ["retail", "airline"] * 30
-    tree = {"recipe": "r" * 100, "curriculum": {"order": order}}
-    RunLog(tmp_path / "1", Config.model_validate(tree), is_main=True).close()
-    (long,) = [run for run in server.upserts if run["groupName"]]
-    assert long["groupName"].startswith("sequential retail-airline-retail-")
-    assert (len(long["groupName"]), long["jobType"]) == (128, "r" * 64)
-
-
 def test_a_resumed_run_sends_what_the_server_lacks_under_the_same_id(tmp_path, server):
     with RunLog(tmp_path, config(), is_main=True) as log:
         run_id = feed.known_id(tmp_path)
@@ -344,16 +335,6 @@ def test_the_table_of_a_step_has_whole_groups_on_any_number_of_ranks(tmp_path):
     assert one == three
     assert [row[4:6] for row in one] == [[f"t{g}", k] for g in (0, 11, 4, 7) for k in range(8)]
     assert rows_of_step(tmp_path, "airline", 7) == []
-
-
-def test_a_fresh_start_is_another_run_in_the_group_of_the_environment(tmp_path, server, machine):
-    machine.setenv("WANDB_RUN_GROUP", "mine")
-    ids = []
-    for _ in range(2):
-        with RunLog(tmp_path, config(), is_main=True):
-            ids.append(feed.known_id(tmp_path))
-    assert ids[0] != ids[1]
-    assert {run["groupName"] for run in server.upserts if run["groupName"]} == {"mine"}
 
 
 @pytest.mark.parametrize("mode", ["offline", "disabled"])
@@ -537,26 +518,6 @@ def test_the_table_holds_few_episodes_of_all_steps(tmp_path):
         *("airline", 1, "airline", "book", "t1", 0, 1.0, "completed", 0.5, "exact 1, format None"),
         'user: a flight, please\n\nassistant: book({"flight": "F1"})\n\ntool: booked',
     ]
-
-
-def test_what_of_the_results_cannot_be_sent_is_said_and_the_rest_is_sent(tmp_path, server, capfd):
-    with RunLog(tmp_path, config(), is_main=True) as log:
-        write(log, train(1))
-        results_in(tmp_path)
-        (tmp_path / "results.json").write_text("{")
-        log.results = tmp_path
-    assert server.steps == [(0, 1)]
-    assert len(server.artifacts) == 2
-    assert "W&B did not get the final numbers: JSONDecodeError: " in capfd.readouterr().err
-
-
-def test_a_run_that_failed_sends_no_results(tmp_path, server):
-    log = RunLog(tmp_path, config(), is_main=True)
-    write(log, train(1))
-    results_in(tmp_path)
-    log.results = tmp_path
-    log.close(failed=True)
-    assert (server.steps, server.artifacts) == ([(0, 1)], [])
 
 
 # scripts/wandb_sync.sh

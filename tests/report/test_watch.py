@@ -22,8 +22,7 @@ import pytest
 from pipeline.commands.main import main as command
 from pipeline.common import console
 from pipeline.common.errors import UserError
-from pipeline.common.layout import METRICS, RANKS, TIMINGS, WARNINGS
-from pipeline.common.untrusted import parse_json
+from pipeline.common.layout import METRICS, RANKS, WARNINGS
 from pipeline.report import server as pages
 from pipeline.report import status
 from pipeline.report.plots import pictures
@@ -156,22 +155,6 @@ def test_the_page_follows_a_run_that_goes_on_and_then_is_gone(run_folder, browse
         assert page.script("return window.stolen") is None
         assert page.complaints() == []
     page.wait(lambda: "does not answer" in page.texts("#live")[0])
-
-
-def test_a_phone_sees_the_page_without_scrolling_sideways_in_its_colours(run_folder, browser):
-    screen = {"width": 390, "height": 800, "deviceScaleFactor": 1, "mobile": True}
-    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", screen)
-    colours = []
-    with served(run_folder) as address:
-        for scheme in ("light", "dark"):
-            wanted = [{"name": "prefers-color-scheme", "value": scheme}]
-            browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": wanted})
-            page = Page(browser, address)
-            colours.append(page.script("return getComputedStyle(document.body).backgroundColor"))
-            width = page.script("return document.documentElement.scrollWidth")
-            assert width <= 390
-    browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
-    assert colours == ["rgb(255, 255, 255)", "rgb(20, 23, 26)"]
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "::1", "0.0.0.0", "::"])
@@ -388,32 +371,6 @@ def test_warnings_of_a_run_are_kept_and_shown_the_newest_first(run_folder, brows
         assert page.script("return window.stolen") is None
 
 
-def test_a_tab_of_another_run_or_of_a_folder_that_begins_again_shows_what_is_there(
-    run_folder, browser, tmp_path
-):
-    other = make_run(tmp_path / "other", THREE)
-    write_episodes(other, 5)
-    with served(run_folder) as address:
-        page = Page(browser, address)
-        shutil.rmtree(run_folder / "trajectories")
-        with (run_folder / METRICS).open("a") as file:
-            file.write('{"kind": "train", "stage": "telecom", "step": 31}\n')
-        page.wait(lambda: not page.texts("#episodes"))
-        write_episodes(run_folder, 7)
-        with (run_folder / METRICS).open("a") as file:
-            file.write('{"kind": "train", "stage": "telecom", "step": 32}\n')
-        assert page.shows("airline", 7, "airline", "task-7")
-        assert page.texts("h1") == ["a <b>run"]
-        assert page.texts("#live") == [""]
-        port = port_of(address)
-    with served(other, port=port) as address:
-        page.wait(lambda: "began anew with another address" in page.texts("#live")[0])
-        assert page.texts("h1") == ["a <b>run"], "the old token shows no other run"
-        page = Page(browser, address)
-        assert page.texts("h1") == ["other"]
-        assert page.shows("airline", 5, "airline", "task-5")
-
-
 def test_status_wraps_long_lines_and_refuses_what_no_run_has_written(run_folder, capsys, tmp_path):
     why = "CollectiveError: update: [/a/path/of/gloo/transport.cc:534] Read error; rank 1 is gone"
     post_ranks(run_folder, is_over=True, why=why)
@@ -538,49 +495,6 @@ def test_a_pipe_in_place_of_a_file_is_not_waited_for(run_folder, capsys):
     os.mkfifo(run_folder / TRANSCRIPT)
     assert command(["report", str(run_folder)]) == 2
     assert "is no regular file" in capsys.readouterr().err
-
-
-def test_json_of_status_has_no_number_that_json_lacks(run_folder, capsys):
-    with (run_folder / METRICS).open("a") as file:
-        line = {"kind": "train", "stage": "telecom", "step": 31, "reward/airline": float("nan")}
-        file.write(f"{json.dumps(line)}\n")
-    assert status.main(["--json", str(run_folder)]) == 0
-    found = parse_json(capsys.readouterr().out)
-    assert found["reward"] == {"airline": None, "retail": 0.71, "telecom": 0.755}
-
-
-@pytest.mark.parametrize("name", ["watch", "status", "report"])
-@pytest.mark.parametrize("flags", [["--prot", "1"], ["--port=x"], []], ids=str)
-def test_a_wrong_flag_is_one_line(run_folder, capsys, name, flags):
-    assert command([name, *([str(run_folder)] if flags else []), *flags]) == 2
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert err.startswith("error: ")
-    assert err.endswith("--help shows what each flag takes\n")
-    assert err.count("\n") == 1
-
-
-def test_a_page_is_new_when_it_is_opened_and_names_the_step_of_its_pictures(run_folder):
-    page = LivePage(run_folder)
-    assert "Drawn at step 30" not in page.html
-    page._next_picture = 0
-    page.get("/now", {})
-    page.renew()
-    assert "Drawn at step 30" in page.get("/", {})[2]
-    with (run_folder / METRICS).open("a") as file:
-        file.write('{"kind": "train", "stage": "telecom", "step": 31, "reward/airline": 0.5}\n')
-    html = page.get("/", {})[2]
-    assert "step 31 of 30" in html
-    assert "Drawn at step 30" in html
-
-
-def test_no_step_is_shown_before_the_first_one(run_folder, capsys):
-    for name in (METRICS, TIMINGS):
-        (run_folder / name).write_text("")
-    post_ranks(run_folder, ["warm start step 12 of 150"])
-    assert status.main([str(run_folder)]) == 0
-    first = capsys.readouterr().out.splitlines()[0]
-    assert first == "a <b>run: running: warm start step 12 of 150"
 
 
 def test_the_page_of_a_run_offers_its_newest_steps_and_when_it_has_ended_all(run_folder):
