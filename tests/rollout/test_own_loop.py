@@ -21,7 +21,7 @@ from pipeline.environments.faults import Outage
 from pipeline.rollout.own_loop import EpisodeOver
 from pipeline.rollout.rewards import RewardFunction, RewardFunctions
 from pipeline.rollout.rollout import Rollout, RolloutRequest, SamplerPolicy
-from pipeline.rollout.trajectory import Conversation, StopReason, Trajectory
+from pipeline.rollout.trajectory import StopReason
 from tests.support.helpers import ScriptedSampler, call, chat, make_task, say
 from tests.support.messages import says
 
@@ -178,18 +178,6 @@ def test_ids_and_arguments_that_a_client_writes_anew_go_on_with_the_same_sequenc
     assert episode.further == []
 
 
-def test_the_ids_in_a_history_that_begins_a_sequence_change_no_draw():
-    async def loop(policy, task):
-        found = {"function": {"name": "look", "arguments": {"item": "lamp"}}}
-        called = as_a_client_writes_it({"content": "", "tool_calls": [found]}, 0)
-        result = {"role": "tool", "tool_call_id": called["tool_calls"][0]["id"], "content": "blue"}
-        await policy.message([user("look it up"), called, result], [LOOK])
-        return 1.0
-
-    keys = [play_held(set_first(loop), [say("a")])[1].opened[0][0] for _ in range(2)]
-    assert keys[0] == keys[1]
-
-
 def test_several_conversations_at_once_are_sampled_together():
     async def loop(policy, task):
         asked = (policy.message([user(f"question {number}")]) for number in range(3))
@@ -293,16 +281,6 @@ def play_held(loop, *scripts, held=1, trials=1, deterministic=False):
     return episodes[0], sampler
 
 
-def set_first(loop):
-    """A loop that nothing holds up."""
-
-    async def found(policy, task, goes_on):
-        goes_on.set()
-        return await loop(policy, task)
-
-    return found
-
-
 async def fails(*_):
     await asyncio.sleep(0.01)
     raise ValueError("no stock")
@@ -380,18 +358,6 @@ def test_a_message_that_is_asked_for_again_has_the_same_draws_in_the_same_sequen
     assert again == (key, len(ids_of(say("a"))))
 
 
-def test_a_first_message_that_is_asked_for_again_has_the_same_draws():
-    async def loop(policy, task, goes_on):
-        await within_wait_for(policy.message([user("first")]))
-        goes_on.set()
-        await policy.message([user("first")])
-        return 1.0
-
-    episode, sampler = play_held(loop, [say("a"), say("a")])
-    assert len(set(sampler.opened)) == 1 and sampled(episode) == ids_of(say("a"))
-    assert (episode.further, episode.num_turns) == ([], 1)
-
-
 @pytest.mark.parametrize("ending", ["gather", "return", "raise"])
 def test_a_message_that_is_open_when_the_loop_ends_is_not_trained(ending):
     async def loop(policy, task, goes_on):
@@ -414,17 +380,6 @@ def test_a_message_that_is_open_when_the_loop_ends_is_not_trained(ending):
     assert ("no stock" in episode.error) == (ending != "return")
 
 
-def test_a_message_behind_a_shield_arrives_later():
-    async def loop(policy, task, goes_on):
-        asked = asyncio.ensure_future(policy.message([user("first")]))
-        await within_wait_for(asyncio.shield(asked))
-        goes_on.set()
-        return float((await asked)["content"] == "a")
-
-    episode, _ = play_held(loop, [say("a")])
-    assert (episode.reward, sampled(episode)) == (1.0, ids_of(say("a")))
-
-
 def test_a_loop_that_gives_every_message_up_comes_to_max_turns():
     async def loop(policy, task, goes_on):
         goes_on.set()
@@ -438,34 +393,6 @@ def test_a_loop_that_gives_every_message_up_comes_to_max_turns():
 
     episode, _ = play_held(loop, [say("a")] * 5)
     assert (episode.stop_reason, episode.num_turns) == (StopReason.MAX_TURNS, 0)
-
-
-def test_the_sampler_goes_on_although_a_message_was_given_up_just_before():
-    """The rollout may sample before the given-up task has run."""
-    policy = SamplerPolicy(Sampler([[say("a")]]), chat(), LIMITS)
-
-    async def asks():
-        conversation = Conversation(
-            trajectory=Trajectory(domain="desk", task_id="t1", messages=[user("x")]),
-            schemas=[],
-            key=1,
-        )
-        task = asyncio.ensure_future(policy.message(conversation))
-        await asyncio.sleep(0)
-        assert policy.num_waiting == 1
-        policy.step()
-        task.cancel()
-        with suppress(asyncio.CancelledError):
-            await task
-        again = asyncio.ensure_future(policy.message(conversation))
-        await asyncio.sleep(0)
-        again.cancel()
-        assert policy.num_waiting == 0
-        with suppress(asyncio.CancelledError):
-            await again
-        return conversation.trajectory.completion_ids
-
-    assert asyncio.run(asks()) == []
 
 
 # Limits
@@ -530,42 +457,15 @@ def test_blocking_code_has_a_thread_of_its_own_in_each_episode():
     assert [episode.error for episode in episodes] == [""] * 24
 
 
-@pytest.mark.parametrize("in_group", [False, True])
-def test_a_loop_that_goes_on_asking_when_it_is_over_has_the_deadline_of_a_call(in_group):
-    async def asks_for_ever(policy, task):
+def test_a_loop_that_goes_on_asking_when_it_is_over_has_the_deadline_of_a_call():
+    async def loop(policy, task):
         while True:
             with suppress(Exception):
                 await policy.message([user("more")])
 
-    async def loop(policy, task):
-        if not in_group:
-            return await asks_for_ever(policy, task)
-        async with asyncio.TaskGroup() as tasks:
-            for _ in range(9):
-                tasks.create_task(policy.message([user("more")]))
-
     (episode,) = play(loop, *[[say("x")]] * 4, call_timeout=SHORT_S)
-    if in_group:  # a group of EpisodeOver, which nobody catches
-        assert (episode.stop_reason, episode.error) == (StopReason.MAX_TURNS, "")
-    else:
-        assert episode.error == f"CallTimeout: loop took more than {SHORT_S} s"
-        assert episode.num_turns == 4
-    assert (episode.reward, episode.left_out) == (0.0, "")
-
-
-def test_a_message_is_sampled_as_soon_as_it_is_asked_for(monkeypatch):
-    monkeypatch.setattr("pipeline.rollout.rollout.TICK_S", 600)  # of waiting without news
-
-    async def loop(policy, task):
-        for number in range(3):
-            await asyncio.sleep(0.01)
-            await policy.message([user(str(number))])
-        return 1.0
-
-    for deterministic in (False, True):
-        scripts = [[say("x")]] * 6
-        episodes = play(loop, *scripts, trials=2, deterministic=deterministic)
-        assert [episode.reward for episode in episodes] == [1.0, 1.0]
+    assert episode.error == f"CallTimeout: loop took more than {SHORT_S} s"
+    assert (episode.num_turns, episode.reward, episode.left_out) == (4, 0.0, "")
 
 
 @pytest.mark.parametrize("blocks", [False, True], ids=["waits", "blocks"])
@@ -716,31 +616,6 @@ def test_messages_and_tools_that_are_none_are_shown_with_the_loops_line(messages
     assert "test_own_loop.py, line " in episode.error
 
 
-def test_a_task_that_outlives_its_episode_gets_no_message():
-    goes_on, found = threading.Event(), []
-
-    async def late(policy):
-        while not goes_on.is_set():
-            await asyncio.sleep(0.01)
-        try:
-            await policy.message([user("late")])
-        except BaseException as error:
-            found.append(type(error))
-        goes_on.clear()
-
-    async def loop(policy, task):
-        found.append(asyncio.get_running_loop().create_task(late(policy)))
-        await policy.message([user("first")])
-        return 1.0
-
-    (episode,) = play(loop, [say("x")])
-    goes_on.set()
-    while goes_on.is_set():
-        time.sleep(0.01)
-    assert (episode.reward, len(episode.sequences)) == (1.0, 1)
-    assert found[1:] == [EpisodeOver]
-
-
 def test_reward_functions_are_not_called_for_a_loop():
     def never(completions, **columns):
         raise AssertionError("the loop returns the reward")
@@ -755,23 +630,6 @@ def test_reward_functions_are_not_called_for_a_loop():
     rollout = Rollout(policy, chat(), domains, LIMITS, rewards=rewards)
     (episode,) = rollout([RolloutRequest(task=make_task(), trial=0, key=0)])
     assert (episode.reward, episode.rewards, episode.left_out) == (0.5, {"loop": 0.5}, "")
-
-
-def test_what_is_watched_are_the_messages_of_all_conversations():
-    async def loop(policy, task):
-        messages = [user("one")]
-        messages.append(await policy.message(messages))
-        await policy.message([*messages, user("two")])
-        await policy.message([user("three")])
-        return 1.0
-
-    seen = []
-    policy = SamplerPolicy(Sampler([[say("a"), say("b")], [say("c")]]), chat(), LIMITS)
-    domains = {"desk": Domain(name="desk", loop=loop)}
-    watch = lambda environment, messages: seen.extend(m["content"] for m in messages)  # noqa: E731
-    rollout = Rollout(policy, chat(), domains, LIMITS, watch=watch)
-    rollout([RolloutRequest(task=make_task(), trial=0, key=0)])
-    assert seen == ["one", "a", "two", "b", "three", "c"]
 
 
 # Domains

@@ -7,7 +7,6 @@ import json
 import math
 import random
 import time
-from collections import Counter
 from decimal import Decimal
 from fractions import Fraction
 from functools import partial
@@ -28,7 +27,6 @@ from pipeline.rollout import rewards as rewards_module
 from pipeline.rollout.rewards import (
     RewardFunction,
     RewardFunctions,
-    _log_metric,
     load_reward_functions,
 )
 from pipeline.rollout.rollout import RolloutRequest
@@ -397,52 +395,6 @@ def test_a_service_that_stays_busy_is_given_up(waits):
     assert trajectories[0].left_out == "reward"
 
 
-def test_a_busy_service_takes_no_attempt_from_another_error(waits):
-    errors = [busy(), KeyError("verdict"), busy(), KeyError("verdict"), busy()]
-
-    async def judge(completions, **_):
-        if errors:
-            raise errors.pop()
-        return [1.0, 1.0]
-
-    trajectories, _ = play([judge], seconds=60.0)
-    assert (numbers(trajectories), waits) == ([1.0, 1.0], [1, 2, 4, 8, 16])
-
-
-def test_a_task_that_waits_does_not_ask_the_others_again(waits):
-    calls = Counter()
-
-    async def judge(completions, id, **_):
-        calls[id[0]] += 1
-        if id[0] == "a" and calls["a"] < 3:
-            raise busy()
-        return [1.0]
-
-    trajectories, _ = play([judge], ("4", "4"), [task_of("a"), task_of("b")])
-    assert (numbers(trajectories), calls) == ([1.0, 1.0], {"a": 3, "b": 1})
-
-
-class Strange(Exception):
-    """An exception whose attributes are the user's code."""
-
-    @property
-    def response(self):
-        raise RuntimeError("no response")
-
-
-@pytest.mark.parametrize("value", ["soon", "nan", object(), [1], None, "-3"])
-def test_an_unreadable_wish_to_wait_is_none(value, waits):
-    error = Strange("odd")
-    error.retry_after = value
-
-    def wrong(completions, **_):
-        raise error
-
-    trajectories, _ = play([wrong])
-    assert waits == []
-    says(trajectories[0].error, "Strange: odd")
-
-
 @pytest.mark.parametrize("is_async", [False, True])
 def test_a_late_function_is_stopped(is_async, monkeypatch):
     monkeypatch.setattr(rewards_module, "ATTEMPTS", 1)
@@ -544,10 +496,3 @@ def test_what_is_no_function_is_refused(targets, words, modules):
 )
 def test_contradictory_settings_are_refused(data, words):
     says(refusal(check, Config.model_validate({"data": data})), *words)
-
-
-def test_values_of_log_metric_that_no_mean_can_hold_are_left_out():
-    metrics = []
-    for value in (1e308, 1e308, 10**400, float("inf"), float("nan"), -(10**31), True, "2", 3.0):
-        _log_metric(metrics, "size", value)
-    assert metrics == [("size", 1.0), ("size", 2.0), ("size", 3.0)]

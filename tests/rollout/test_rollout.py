@@ -173,13 +173,6 @@ def test_a_message_cut_at_its_limit_ends_the_episode():
     assert trajectory.reward == 0.0
 
 
-def test_a_prompt_that_fills_the_episode_is_never_sampled_from():
-    limits = LIMITS.model_copy(update={"max_tokens": 20, "max_tokens_per_turn": 10})
-    trajectory = play(limits=limits)
-    assert trajectory.stop_reason is StopReason.MAX_TOKENS
-    assert (trajectory.completion_ids, trajectory.num_turns) == ([], 0)
-
-
 def test_the_token_limits_are_never_passed():
     stops = set()
     for max_tokens in range(90, 330, 30):
@@ -361,18 +354,6 @@ class ShortOfMemory(RowSampler):
         return super().sample(episodes, max_tokens, greedy, until)
 
 
-class Late(Desk):
-    """Answers in the background."""
-
-    async def look(self, item: str) -> str:
-        """Look at an item.
-
-        Args:
-            item: What to look at.
-        """
-        return f"{item}: late"
-
-
 @pytest.mark.parametrize(("failing", "number"), [(1, 8), (3, 4)])
 def test_a_rollout_that_runs_out_of_memory_goes_on_with_half_as_many_episodes(
     failing, number, capsys
@@ -406,25 +387,6 @@ def test_a_rollout_that_runs_out_of_memory_goes_on_with_half_as_many_episodes(
         f"warning: out of memory in a rollout with {number} episodes at once; going on with "
         f"max_concurrent_episodes {number // 2}\n"
     )
-
-
-def test_conversations_that_wait_for_room_wait_for_environments_that_work(monkeypatch):
-    scripts = [[call("look", item="lamp")] * 2 + [say("done")] for _ in range(5)]
-    sampler, calls = ScriptedSampler(dict(enumerate(scripts))), []
-    sample = sampler.sample
-
-    def fails_once(episodes, *arguments):
-        calls.append(len(episodes))
-        if len(calls) == 1:
-            raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried ...")
-        assert 0 < len(episodes) <= 2
-        return sample(episodes, *arguments)
-
-    monkeypatch.setattr(sampler, "sample", fails_once)
-    rollout = rollout_of(sampler, chat(), {"desk": Late}, LIMITS, deterministic=True)
-    found = rollout([RolloutRequest(task=make_task(), trial=n, key=n) for n in range(5)])
-    assert [(t.num_turns, t.stop_reason) for t in found] == [(3, StopReason.COMPLETED)] * 5
-    assert (calls[0], rollout.policy.max_episodes, sampler.num_open) == (5, 2, 0)
 
 
 def test_one_episode_that_does_not_fit_ends_the_run_and_other_errors_are_not_retried():

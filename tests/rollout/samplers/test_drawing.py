@@ -81,34 +81,6 @@ def test_a_large_vocabulary_is_sampled_by_blocks_with_the_same_draws(size):
     assert len(set((found // BLOCK).tolist())) == -(-size // BLOCK)
 
 
-def test_only_large_vocabularies_are_sampled_by_blocks(monkeypatch):
-    monkeypatch.setattr(picking, "LARGE_VOCABULARY", 2 * BLOCK)
-    monkeypatch.setattr(picking, "inverse_cdf_by_blocks", lambda logprobs, _: logprobs.argmin(-1))
-    for size, by_blocks in ((2 * BLOCK - 1, False), (2 * BLOCK, True)):
-        logprobs = some_logprobs(50, size)
-        picked = sample_tokens(logprobs, *streams(50), False)
-        assert torch.equal(picked, logprobs.argmin(-1)) == by_blocks
-
-
-def test_equally_likely_tokens_are_kept_by_their_ids_and_the_nucleus_is_the_smallest():
-    row = torch.tensor([[0.1, 0.3, 0.1, 0.3, 0.2]]).log()
-
-    def ids(top_k, top_p):
-        return kept(row, top_k, top_p)[0].nonzero()[:, 0].tolist()
-
-    assert ids(1, 1.0) == [1]
-    assert ids(2, 1.0) == [1, 3]
-    assert ids(4, 1.0) == [0, 1, 3, 4]
-    assert ids(9, 1.0) == [0, 1, 2, 3, 4]
-    assert ids(0, 0.29) == [1]
-    assert ids(0, 0.31) == [1, 3]
-    assert ids(0, 0.79) == [1, 3, 4]
-    assert ids(0, 0.81) == [0, 1, 3, 4]
-    assert ids(0, 1e-30) == [1]
-    assert ids(2, 0.45) == [1]  # 0.3 is half of what top_k leaves
-    assert ids(2, 0.55) == [1, 3]
-
-
 @pytest.mark.parametrize(("top_k", "top_p"), SETTINGS)
 @pytest.mark.parametrize("draw", [0.0, LARGEST])
 def test_a_token_of_probability_zero_is_never_picked(monkeypatch, draw, top_k, top_p):

@@ -18,7 +18,6 @@ from pipeline.config.settings import Config, RolloutSettings
 from pipeline.data.rng import stream_key
 from pipeline.models import capabilities
 from pipeline.preflight import check
-from pipeline.rollout.samplers import generate as generate_sampler
 from pipeline.rollout.samplers.choice import make_sampler
 from pipeline.rollout.samplers.drawing import kept
 from pipeline.rollout.samplers.generate import GenerateSampler
@@ -161,22 +160,6 @@ def test_a_model_that_both_can_serve_says_the_same_through_generate():
         assert np.allclose(a.logprobs, b.logprobs, rtol=0, atol=1e-5)
 
 
-def test_greedy_takes_the_most_likely_token():
-    model = model_of("Gemma3Text")
-    sampler = sampler_of(model, temperature=0.7)
-    episodes = sampler.open([[5, 6, 7], [8] * 9], [1, 2])
-    for prompt, message in zip(
-        ([5, 6, 7], [8] * 9), sampler.sample(episodes, [12, 5], greedy=True), strict=True
-    ):
-        context = list(prompt)
-        for token, logprob in zip(message.ids, message.logprobs, strict=True):
-            with torch.no_grad():
-                logits = model(torch.tensor([context])).logits[0, -1]
-            assert token == int(logits.argmax())
-            assert logprob == pytest.approx(float((logits / 0.7).log_softmax(-1)[token]), abs=1e-5)
-            context.append(token)
-
-
 @pytest.mark.parametrize("make", [RowSampler, GenerateSampler])
 def test_another_stop_ends_a_message_as_the_end_of_turn_does(make):
     model, stops = small_model(), (3, 5)
@@ -227,45 +210,6 @@ def test_a_checkpoints_own_way_to_sample_changes_nothing():
 
 
 # How it is computed
-
-
-def test_conversations_can_be_opened_while_others_are_under_way():
-    sampler = sampler_of(model_of("Mistral"))
-    (first,) = sampler.open([[1, 2, 3]], [7])
-    said = sampler.sample([first], [9])[0].ids
-    (second,) = sampler.open([[1, 2, 3]], [7])
-    sampler.extend(first, [4])
-    later, again = sampler.sample([first, second], [9, 9])
-    assert again.ids == said
-    assert later.ids != said
-
-
-def test_the_tokens_that_the_model_is_fed_are_counted():
-    sampler = sampler_of(model_of("Gemma3Text"))
-    last_steps = set()
-    for key in range(20):
-        sampler.num_tokens = sampler.num_padded_tokens = 0
-        episodes = sampler.open([[1, 2, 3], [4]], [key, key + 100])
-        lengths = [len(message.ids) for message in sampler.sample(episodes, [2, 9])]
-        # The last token of a message is not fed yet, and nobody goes on for those at their limit.
-        assert sampler.num_tokens == 3 + 1 + sum(lengths) - 2
-        assert sampler.num_padded_tokens == 2 * 3 + 2 * (max(lengths) - 1)
-        last_steps.add(max(lengths))
-    assert len(last_steps) > 2
-
-
-def test_a_batch_holds_no_more_than_its_share_of_tokens(monkeypatch):
-    sampler = sampler_of(model_of("Mistral"))
-    expected = play(sampler, range(24))
-    padded, sampler.num_padded_tokens = sampler.num_padded_tokens, 0
-    shapes = []
-    sampler.model.model.register_forward_pre_hook(
-        lambda module, args, kwargs: shapes.append(kwargs["input_ids"].shape), with_kwargs=True
-    )
-    monkeypatch.setattr(generate_sampler, "TOKENS_PER_BATCH", 64)
-    assert [ids_of(t) for t in play(sampler, range(24))] == [ids_of(t) for t in expected]
-    assert max(shape.numel() for shape in shapes if shape[0] > 1) <= 64
-    assert sampler.num_padded_tokens < padded
 
 
 def test_a_bf16_sampler_keeps_its_rotary_frequencies_in_fp32():
@@ -382,14 +326,6 @@ def saved(folder, kind: str, **settings) -> str:
 
 
 SMALL = {"tasks_per_domain": 8, "eval_tasks_per_domain": 2}
-
-
-def test_check_tries_the_sampler_of_a_window_that_no_episode_exceeds(tmp_path, capsys, monkeypatch):
-    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
-    folder = saved(tmp_path, "Gemma3Text", sliding_window=512, layer_types=[SLIDING, FULL, SLIDING])
-    settings = {"model": {"model": folder}, "data": SMALL, "rollout": {"max_tokens": 512}}
-    assert check.main(Config.model_validate(settings)) == 0
-    assert "\nsampling: one key-value cache over all turns\n" in capsys.readouterr().out
 
 
 def test_check_says_that_a_model_is_sampled_through_generate(tmp_path, capsys, monkeypatch):

@@ -106,18 +106,6 @@ def test_a_message_is_drawn_alone_as_beside_others_and_with_the_models_log_proba
         assert torch.allclose(torch.tensor(said.logprobs), expected, atol=1e-5)
 
 
-def test_a_conversation_goes_on_with_fresh_draws_as_one_that_was_opened_again():
-    _, sampler = made()
-    (conversation,) = sampler.open([PROMPT], [3])
-    (first,) = sampler.sample([conversation], [5])
-    sampler.extend(conversation, [11, 12])
-    (second,) = sampler.sample([conversation], [5])
-    again = message(sampler, 3, 5, [*PROMPT, *first.ids, 11, 12], num_drawn=len(first.ids))
-    assert second.ids == again.ids
-    other = message(sampler, 3, 5, [*PROMPT, *first.ids, 11, 12])  # as if nothing were drawn
-    assert other.ids != again.ids
-
-
 def test_a_call_returns_when_enough_messages_are_complete_and_the_next_goes_on():
     _, sampler = made()
     keys = [1, 2, 3, 4]
@@ -216,20 +204,6 @@ def test_with_equal_weights_the_correction_changes_no_gradient(given, mode):
     assert corrected["train/grad_norm"] == pytest.approx(plain["train/grad_norm"], rel=1e-3)
 
 
-def test_an_aborted_message_leaves_nothing_and_counts_are_of_what_was_computed():
-    _, sampler = made()
-    conversations = sampler.open([PROMPT] * 2, [1, 2])
-    sampler.sample(conversations, [2, 30], until=1)
-    for conversation in conversations:
-        sampler.close(conversation)
-    sampler.load_weights(trained_weights(tiny_model(tokenizer(), 2)))  # asserts that none is open
-    before = sampler.num_tokens
-    sampler.logprobs(PROMPT)
-    assert sampler.num_tokens == before
-    said = message(sampler, 1, 4)
-    assert sampler.num_tokens - before == len(PROMPT) + len(said.ids) - 1
-
-
 # Weights
 
 
@@ -252,24 +226,6 @@ def test_new_weights_arrive_tied_or_not(tied):
     said = message(sampler, 1)
     expected = of_model(model, PROMPT, said.ids)
     assert torch.allclose(torch.tensor(said.logprobs), expected, atol=1e-4)
-
-
-def test_a_weight_that_stays_behind_is_found_whichever_it_is():
-    """Also the copy of a tied output layer, which has no name of its own."""
-    model, sampler = made()
-    check = checked(model, sampler)
-    names = [name for name, _ in trained_weights(model)] + ["lm_head.weight"]
-    kinds = {name.split(".layers.")[0] + name.rpartition(".layers.0.")[2]: name for name in names}
-    real = sampler._with_head
-    for seed, left_out in enumerate(kinds.values()):
-        moved(model, seed)
-        sampler._with_head = lambda weights, out=left_out: (p for p in real(weights) if p[0] != out)
-        sampler.load_weights(trained_weights(model))
-        with pytest.raises(RunError, match="did not get all weights"):
-            check()
-        sampler._with_head = real
-        sampler.load_weights(trained_weights(model))
-        check()
 
 
 def test_adapters_arrive_without_their_base_and_are_scaled_once(vllm):
@@ -550,4 +506,4 @@ def test_an_engine_that_hangs_is_named_with_its_rank_and_step(tmp_path):
     # Its own watchdog says so, or rank 0 that waits for it: who is first is not decided.
     told = r"(hangs in|did not come to 'end of rollouts': it is in) sample airline step 2"
     assert re.search(rf"rank 1 on \S+ \(pid \d+\) {told}", said)
-    assert "vllm_sampler.py" in said  # the stack
+    assert "samplers/vllm.py" in said  # the stack
