@@ -18,16 +18,6 @@ def test_a_reward_counts_against_its_siblings_in_units_of_their_deviation():
     assert values(REWARDS, 4) == pytest.approx(expected, abs=1e-6)
 
 
-def test_without_scaling_only_the_mean_is_taken_off():
-    expected = [0.5, -0.5, -0.5, 0.5, 1.5, -0.5, -0.5, -0.5]
-    assert values(REWARDS, 4, "none") == pytest.approx(expected)
-
-
-def test_the_deviation_of_the_whole_step_can_be_used_instead():
-    expected = [1.0, -1.0, -1.0, 1.0, 3.0, -1.0, -1.0, -1.0]
-    assert values(REWARDS, 4, "batch", batch_std=0.4999) == pytest.approx(expected)
-
-
 @pytest.mark.parametrize("scale", ["group", "none"])
 def test_a_group_of_equal_rewards_has_no_advantages(scale):
     assert values(torch.full((8,), 0.3), 8, scale) == pytest.approx([0.0] * 8, abs=1e-3)

@@ -131,25 +131,3 @@ def test_a_model_that_rounds_much_in_bf16_passes_and_its_stale_weights_do_not():
     put_back(sampler, held)
     bound = re.search("at most ([0-9.]+), so", stopped(check))
     assert bound and float(bound[1]) > BOUNDS[BF16]
-
-
-@EACH_SAMPLER
-def test_the_probe_is_not_noticed(kind):
-    model, sampler, check = made(kind, torch.float32, use_peft=False)
-    said = []
-    for is_probed in (False, True):
-        sampler.num_tokens = sampler.num_padded_tokens = 0
-        episodes = sampler.open([[5, 6, 7], [5, 6, 8, 9]], [1, 2])
-        first = sampler.sample(episodes, [6, 6])
-        state = torch.get_rng_state()
-        if is_probed:
-            check()
-        assert torch.equal(torch.get_rng_state(), state)
-        for episode in episodes:
-            sampler.extend(episode, [11, 12])
-        said.append((first, sampler.sample(episodes, [6, 6])))
-        said[-1] += (sampler.num_tokens, sampler.num_padded_tokens)
-        for episode in episodes:
-            sampler.close(episode)
-    assert said[0] == said[1]
-    assert all(p.grad is None for p in model.parameters())

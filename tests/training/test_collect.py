@@ -113,15 +113,6 @@ def live(group: tuple[str, str]) -> bool:
     return group[1].startswith("live")
 
 
-def test_without_it_a_step_is_the_stages_own_groups_and_dead_ones_stay():
-    run = alone(dynamic_sampling=False)
-    played = collect(run)
-    assert played.rounds == [7] and played.num_first == 14
-    assert [domain for domain, _ in groups_of(played)] == ["left"] * 4 + ["right"] * 3
-    assert not all(map(live, groups_of(played))) and all(kept_of(played))
-    assert "rollout/rounds" not in metrics_of(run, played)
-
-
 def test_dead_groups_are_replaced_by_tasks_of_their_domain_that_the_step_has_not_had():
     played = collect(alone())
     assert [f"{domain} {name}" for domain, name in groups_of(played)] == [
@@ -371,19 +362,3 @@ def test_a_run_is_the_same_bit_by_bit_on_one_and_two_ranks_and_after_a_resume(
     assert np.array_equal(again.parameters, one.parameters)
     assert metrics(tmp_path / "cut") == metrics(folder)
     assert start_of(tmp_path / "cut") == start_of(folder)
-
-
-def test_without_it_the_same_run_has_no_replacements_and_trains_on_less(
-    start: list[str], replacing: Any, tmp_path: Path
-) -> None:
-    _, folder, on = replacing
-    off = play_run(1, [*start, "--max-steps", "1"], tmp_path)
-    (without,), (replaced, *_) = metrics(tmp_path), metrics(folder)
-    own = [place for place in off.episodes if not place[0].startswith("evaluation-")]
-    assert len(own) == 12 and all(on.episodes[place] == off.episodes[place] for place in own)
-    of_all = ("train/", "rollout/environment_errors", "rollout/left_out")  # not the first groups'
-    assert {k: v for k, v in replaced.items() if k in without and not k.startswith(of_all)} == {
-        k: v for k, v in without.items() if not k.startswith(of_all)
-    }
-    assert replaced["train/trained_episodes"] > without["train/trained_episodes"]
-    assert without["rollout/left_out"] > 0

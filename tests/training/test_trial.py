@@ -2,21 +2,16 @@
 
 import pytest
 import torch
-from accelerate import Accelerator
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from pipeline.common.errors import UserError
 from pipeline.config.cli import parse
-from pipeline.distributed.ranks import Ranks
-from pipeline.models import lora, memory
+from pipeline.models import memory
 from pipeline.models.capabilities import attention_size
 from pipeline.models.model_checks import check_positions
 from pipeline.preflight import check
 from pipeline.rollout.samplers import own as row_cache
-from pipeline.rollout.samplers.choice import make_sampler
-from pipeline.training.agreement import refuse_disagreement
-from pipeline.training.token_logprobs import TokenLogprobs
-from tests.support.helpers import chat, tokenizer
+from tests.support.helpers import tokenizer
 from tests.support.messages import says
 from tests.support.trial import trial
 
@@ -180,29 +175,3 @@ def test_a_model_that_scales_its_logits_is_refused():
     model = model_of("gemma3_text", final_logit_softcapping=2.0, head_dim=8)
     with pytest.raises(UserError, match="got Gemma3ForCausalLM, whose logits are not those of"):
         trial(model)
-
-
-@pytest.mark.parametrize("use_peft", [False, True], ids=["whole", "adapters"])
-def test_the_trial_changes_no_weight_and_no_later_token(use_peft):
-    """Also the sampler's random numbers stay, and with LoRA the adapters."""
-    model = model_of("qwen3", head_dim=8)
-    config = parse(["--max-tokens", "64", *["--use-peft"] * use_peft])
-    if use_peft:
-        model = lora.attach(model, config.model, "", 1)
-    sampler = make_sampler(model, chat(), config.rollout, torch.float32, is_main=False)
-    module = TokenLogprobs(model, 1.0, max_tokens=64).eval()
-    before = [parameter.clone() for parameter in model.parameters()]
-
-    def said():
-        (episode,) = sampler.open([[1, 2, 3]], [7])
-        (message,) = sampler.sample([episode], [20])
-        sampler.close(episode)
-        return message
-
-    expected = said()
-    arguments = sampler, module, Accelerator(), Ranks(0, 1, 5), config
-    refuse_disagreement(*arguments, list(range(1, 30)))
-    after = list(model.parameters())
-    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
-    assert all(parameter.grad is None for parameter in after)
-    assert said() == expected

@@ -418,22 +418,6 @@ def test_with_the_correction_the_corrected_divergence_is_still_trls(
     assert largest_difference(its_gradients, found) < TOLERANCE
 
 
-def test_without_float64_trls_head_gives_the_same_to_its_own_precision(
-    episodes, tmp_path, reference_folder
-):
-    settings = settings_of("dapo", variant="everything")
-    loss, found, _ = ours(settings, episodes)
-    trainer = make_trainer(settings, (tmp_path, reference_folder), episodes)
-    inputs = inputs_of(trainer, episodes)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch, "float32", FLOAT32)
-        patch.setattr(torch.Tensor, "float", TO_FLOAT32)
-        expected = trainer._compute_loss(trainer.model, inputs)
-        expected.backward()
-    assert loss == pytest.approx(expected.item(), rel=1e-5)
-    assert 1e-9 < largest_difference(found, gradients(trainer.model)) < 1e-4
-
-
 @pytest.mark.parametrize("scale_rewards", ["group", "batch", "none"])
 def test_advantages_are_trls(episodes, tmp_path, reference_folder, scale_rewards):
     """TRL's own function, from the rewards of its reward function on."""

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from accelerate import Accelerator, DistributedDataParallelKwargs
+from accelerate import Accelerator
 
 from pipeline.config.settings import Config, GRPOSettings, RunSettings
 from pipeline.data.curriculum import learning_rate_at
@@ -68,19 +68,6 @@ def test_episodes_that_are_not_kept_take_no_part():
     assert with_all["train/trained_episodes"] == 6
 
 
-@pytest.mark.parametrize(
-    ("settings", "num_tokens", "num_padded_tokens"),
-    [({}, 7, 7), ({"share_prefixes": False}, 13, 15), ({"padding_free": True}, 13, 13)],
-)
-def test_tokens_are_counted_as_they_are_computed(settings, num_tokens, num_padded_tokens):
-    rows = [make_trajectory([1, 2], end) for end in ([3, 4, 5], [3, 4], [6, 7])]
-    updater = updater_of(small_model(), **settings)
-    for _ in range(2):
-        updater.update_policy(rows, [1.0, -1.0, 0.5], 1e-3)
-    assert updater.num_tokens == 2 * num_tokens
-    assert updater.num_padded_tokens == 2 * num_padded_tokens
-
-
 def test_a_model_that_cannot_share_prefixes_is_told_of_and_trained_all_the_same(capsys):
     rows, advantages = make_episodes(8)
     model, eager = small_model(), small_model()
@@ -135,29 +122,6 @@ def test_ranks_may_have_different_numbers_of_micro_batches_and_reach_different_p
     assert one[0] < two[0]
     assert one[1:] == two[1:]
     assert one[1] != 1.0
-
-
-def in_one_bucket(_: int = 0):
-    """The places of all gradients after each update, and whether the gradients are 0."""
-    views = DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True)
-    accelerator = Accelerator(kwargs_handlers=[views])
-    ranks = Ranks(accelerator.process_index, accelerator.num_processes, 60)
-    updater = Updater(accelerator, TokenLogprobs(small_model(), 1.0), ranks, config_of(), 0)
-    rows, advantages = make_episodes(16)
-    places = []
-    for _ in range(3):
-        gradients = [parameter.grad for parameter in updater.parameters]
-        storages = {gradient.untyped_storage().data_ptr() for gradient in gradients}
-        places.append(([g.data_ptr() for g in gradients], len(storages)))
-        assert not any(gradient.any() for gradient in gradients)
-        updater.update_policy(rows[:8], advantages[:8], 1e-3)
-    return places
-
-
-def test_gradients_stay_in_the_buckets_of_ddp_and_take_no_memory_beside_them():
-    for places in play_ranks(in_one_bucket, 2):
-        assert places[0] == places[1] == places[2]
-        assert places[0][1] == 1
 
 
 # The learning rate
@@ -242,12 +206,3 @@ def test_all_conversations_of_an_episode_have_its_advantage_and_share_its_weight
     }[loss_type]
     wanted = dict.fromkeys((2, 3), (0.5, of_plain)) | dict.fromkeys(range(4, 8), (-2.0, of_several))
     assert seen == {token: pytest.approx(pair) for token, pair in wanted.items()}
-
-
-def test_conversations_that_are_not_kept_take_no_part():
-    kept, left = make_trajectory([1], [2, 3]), make_trajectory([1], [4, 5])
-    left.further = [make_trajectory([1, 1], [7])]
-    models = small_model(), small_model()
-    updater_of(models[0]).update_policy([kept, left], [1.0, -1.0], 1e-3, [True, False])
-    updater_of(models[1]).update_policy([kept], [1.0], 1e-3)
-    assert torch.equal(*map(flat, models))
