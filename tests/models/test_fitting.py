@@ -8,7 +8,7 @@ import pytest
 from pipeline.common.layout import is_toy
 from pipeline.config.cli import parse
 from pipeline.models import fitting
-from pipeline.models.fitting import FULL, FULL_SMALL, LORA, LORA_SMALL, TOY, fitted, suitable_rates
+from pipeline.models.fitting import FULL, FULL_SMALL, LORA, LORA_SMALL, TOY, fitted
 from pipeline.models.loading import SHAPES
 from tests.support.messages import says
 
@@ -51,14 +51,6 @@ def test_rates_follow_the_size_of_the_model_and_what_is_trained(tmp_path):
     assert rates(["--learning-rate", "null"]) == TOY
     given = ["--learning-rate", "3e-6", "--warm-start-learning-rate", "1e-3"]
     assert rates(["--model", small, *given]) == (3e-6, 1e-3, FULL_SMALL.rft)
-
-
-def test_between_two_sizes_rates_fall_with_the_size(tmp_path):
-    config = parse(["--model", folder_of(tmp_path / "s", SMOL)])
-    found = [suitable_rates(config, size * 10**6)[0] for size in (135, 268, 600, 1350, 8000)]
-    assert [of.grpo for of in found] == [1e-5, 5e-6, 2.3e-6, 1e-6, 1e-6]
-    assert found[0] == FULL_SMALL and found[3] == found[4] == FULL
-    assert FULL.warm_start < found[1].warm_start < FULL_SMALL.warm_start
 
 
 def test_a_run_says_its_rates_and_where_they_are_from(tmp_path):

@@ -9,7 +9,6 @@ import torch
 import transformers
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
     FalconConfig,
     FalconForCausalLM,
@@ -29,7 +28,6 @@ from pipeline.common.errors import UserError
 from pipeline.config.settings import ModelSettings
 from pipeline.models import lora
 from pipeline.models.layers import (
-    PART,
     fix_rotary,
     keep_less,
     logits_of,
@@ -155,59 +153,14 @@ def test_logits_are_sums_in_float32_of_products_of_bf16_numbers(bias):
     assert frozen(HIDDEN.to(BF16)).dtype == torch.float32
 
 
-def test_a_wide_layer_is_converted_in_parts_and_leaves_float32_products_as_they_are():
-    torch.manual_seed(0)
-    hidden, precision = torch.randn(5, 64), torch.backends.mkldnn.matmul.fp32_precision
-    for width in (PART - 1, 2 * PART + 3):
-        wide = nn.Linear(64, width, bias=False, dtype=BF16)
-        use_fp32_logits(wide)
-        with LargestTensor() as largest:
-            logits = wide(hidden.to(BF16))
-        expected = hidden.to(BF16).double() @ wide.weight.double().T
-        assert float((logits - expected).detach().abs().max()) < 1e-5
-        assert largest.size <= max(64 * PART, 5 * width)
-    assert torch.backends.mkldnn.matmul.fp32_precision == precision
-    product = hidden @ hidden.T  # would be wrong by 0.1 in bf16
-    assert float((product - hidden.double() @ hidden.double().T).abs().max()) < 1e-4
-
-
-class LargestTensor(TorchDispatchMode):
-    """Notes the largest number of entries of a new float32 tensor."""
-
-    size = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        made = function(*args, **(kwargs or {}))
-        if isinstance(made, torch.Tensor) and made.dtype == torch.float32:
-            self.size = max(self.size, made.numel())
-        return made
-
-
-def test_gradients_of_chunks_are_summed_in_float32(monkeypatch):
-    model = small_model(vocab_size=40)
-    model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach().clone())
-    module = TokenLogprobs(model, 1.0)
-    rows, _ = make_episodes(40)
-    (batch,) = make_micro_batches([(row, 1.0, 1.0) for row in rows], 10**6, 0)
-    gradients = []
-    for rows_of_a_chunk in (10**6, 3):
-        monkeypatch.setattr(token_logprobs, "LOGITS_PER_CHUNK", rows_of_a_chunk * 40)
-        module.zero_grad()
-        with torch.autocast("cpu", BF16):
-            logprobs, entropy = module(batch)
-        (logprobs + 0.1 * entropy).sum().backward()
-        gradients.append(model.lm_head.weight.grad.double())
-    whole, chunked = gradients
-    assert model.lm_head.weight.grad.dtype == torch.float32
-    assert float((whole - chunked).norm() / whole.norm()) < 1e-6
-
-
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
-@pytest.mark.parametrize("coefficient", [0.0, 0.1])
-def test_values_and_gradients_are_those_of_log_softmax(temperature, coefficient, monkeypatch):
+@pytest.mark.parametrize(("rows_of_a_chunk", "rows_in_cache"), [(1, 1), (7, 2), (10**6, 10**6)])
+@pytest.mark.parametrize(("temperature", "coefficient"), [(1.0, 0.1), (0.7, 0.0)])
+def test_values_and_gradients_are_those_of_log_softmax_in_chunks_of_any_size(
+    temperature, coefficient, rows_of_a_chunk, rows_in_cache, monkeypatch
+):
     """In chunks of several rows of the cache, of which the last keeps its logits."""
-    monkeypatch.setattr(token_logprobs, "LOGITS_PER_CHUNK", 7 * 40)
-    monkeypatch.setattr(token_logprobs, "IN_CACHE", 2 * 40)
+    monkeypatch.setattr(token_logprobs, "LOGITS_PER_CHUNK", rows_of_a_chunk * 40)
+    monkeypatch.setattr(token_logprobs, "IN_CACHE", rows_in_cache * 40)
     episodes, _ = make_episodes(6)
     (batch,) = make_micro_batches([(e, 1.0, 1.0) for e in episodes], 10**6, 0)
     model = small_model(vocab_size=40).double()
@@ -271,20 +224,6 @@ def test_outputs_have_equal_bits_and_gradients_are_equal_up_to_rounding(make):
     assert torch.equal(logits, others)
     assert float((gradients - found).norm() / gradients.norm()) < 1e-5
     assert smaller < 0.85 * size
-
-
-def test_in_bf16_and_without_gradients_modules_compute_as_before():
-    plain, less = llama().bfloat16(), llama().bfloat16()
-    keep_less(less)
-    norms = [
-        model.model.norm(torch.ones(3, 32, dtype=torch.bfloat16) / 3) for model in (plain, less)
-    ]
-    assert torch.equal(*norms) and norms[0].grad_fn.name() == norms[1].grad_fn.name()
-    (logits, gradients, _), (others, found, _) = outcome_of(plain), outcome_of(less)
-    assert torch.equal(logits, others)
-    assert torch.equal(gradients, found)  # those of the MLP have equal bits
-    with torch.no_grad():
-        assert torch.equal(plain(IDS).logits, less(IDS).logits)
 
 
 @pytest.mark.parametrize("make", [gemma, lambda: llama(hidden_act="gelu")], ids=["gemma", "gelu"])

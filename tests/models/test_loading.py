@@ -2,19 +2,13 @@
 
 import json
 
-import numpy as np
 import pytest
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
-from transformers import MistralConfig, MistralForCausalLM
 
-from pipeline.checkpoints.resume import load_start
 from pipeline.common import children
 from pipeline.common.errors import UserError
 from pipeline.config.settings import Config, ModelSettings
-from pipeline.data.rng import stream_key, uniforms
-from pipeline.models import loading
-from pipeline.models.capabilities import unserved
 from pipeline.models.loading import empty_model, load_folder, load_model, load_tokenizer
 from pipeline.models.tiny import tiny_model
 from pipeline.rollout.samplers.own import RowSampler
@@ -133,13 +127,6 @@ def sampler_of(model, temperature=1.0, dtype=torch.float32) -> RowSampler:
     return RowSampler(model, END, temperature, dtype)
 
 
-def distribution(model, ids, temperature=1.0) -> np.ndarray:
-    """Probabilities of the next token after `ids`, straight from the model's logits."""
-    with torch.no_grad():
-        logits = model(torch.tensor([ids])).logits[0, -1]
-    return (logits.double() / temperature).softmax(-1).numpy()
-
-
 # Sampling
 
 
@@ -149,44 +136,6 @@ def test_with_eager_attention_sampled_logprobs_are_those_that_training_recompute
     ours, theirs = recomputed(model, play(sampler_of(model), range(24), vocabulary=16))
     assert len(ours) > 200
     assert float((ours - theirs).abs().max()) < 1e-5
-
-
-@pytest.mark.parametrize("temperature", [1.0, 0.5])
-def test_a_token_is_the_inverse_of_the_cumulative_distribution_at_its_draw(temperature):
-    model, key, reply = small_model(), stream_key("a stream"), [3, 4]
-    sampler = sampler_of(model, temperature)
-    (episode,) = sampler.open([[1, 2, 3]], [key])
-    first = sampler.sample([episode], [20])[0].ids
-    sampler.extend(episode, reply)
-    second = sampler.sample([episode], [20])[0].ids
-    context, drawn = [1, 2, 3], 0
-    for turn in (first, second):
-        for token in turn:
-            cumulative = distribution(model, context, temperature).cumsum()
-            number = uniforms(np.array([key], dtype=np.uint64), np.array([drawn]))[0]
-            assert token == int(np.searchsorted(cumulative, number * cumulative[-1], side="right"))
-            context.append(token)
-            drawn += 1
-        context += reply
-    assert drawn >= 10
-
-
-def sliding_mistral():  # whose configuration lists no kinds of layers
-    shape = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
-    return MistralForCausalLM(
-        MistralConfig(vocab_size=8, sliding_window=4, num_key_value_heads=2, **shape)
-    )
-
-
-def test_a_window_that_no_episode_exceeds_is_full_attention():
-    config = sliding_mistral().config
-    assert unserved(config, 4) is None
-    assert unserved(config, 5).endswith("with max_tokens up to its window of 4, one cache would do")
-    config.model_type = "gemma2"  # with soft caps
-    assert unserved(config, 4) == "its layers are sliding_attention"
-
-
-# Log-probabilities for training
 
 
 # Loading
@@ -199,20 +148,6 @@ def test_a_saved_folder_loads_with_the_same_logprobs(tmp_path):
     assert {parameter.dtype for parameter in loaded.parameters()} == {torch.float32}
     trajectory = make_trajectory(range(20), range(100, 140))
     assert torch.equal(recomputed(model, [trajectory])[0], recomputed(loaded, [trajectory])[0])
-
-
-def test_weights_are_read_to_the_device_of_the_rank(tmp_path, monkeypatch):
-    tiny_model(tokenizer(), seed=1).save_pretrained(tmp_path)
-    loaded, placed = (load_folder(tmp_path, ModelSettings(), device) for device in (None, "cpu"))
-    pairs = zip(loaded.parameters(), placed.parameters(), strict=True)
-    assert all(torch.equal(a, b) for a, b in pairs)
-    assert not hasattr(placed, "hf_device_map")
-    asked: list[str | None] = []
-    monkeypatch.setattr(loading, "load_folder", lambda *arguments: asked.append(arguments[2]))
-    config = Config.model_validate({"model": {"model": str(tmp_path)}})
-    for device in ("cuda:1", "cpu"):
-        load_start(config, None, None, torch.device(device))
-    assert asked == ["cuda:1", None]
 
 
 @pytest.mark.parametrize(

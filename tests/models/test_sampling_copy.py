@@ -5,7 +5,6 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from pipeline.config.settings import ModelSettings
 from pipeline.models import lora, sampling_copy
 from pipeline.models.sampling_copy import SamplingCopy, trained_weights
 from scripts.proofs.grid import small_model
@@ -37,25 +36,6 @@ def test_a_copy_becomes_the_trained_model_by_the_weights_alone(kind):
         assert torch.equal(logits(copied.model), logits(trained))
     after = [p for n, p in base.named_parameters() if ".lora_" not in n]
     assert all(torch.equal(a, b) for a, b in zip(after, frozen, strict=True))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_frozen_base_is_there_once_and_adapters_are_copied_whole(dtype):
-    model = lora.attach(small_model(4), ModelSettings(), "", 1, dtype)
-    copied = SamplingCopy(model)
-    copied.cast(dtype)
-    own = dict(copied.model.named_parameters())
-    theirs = dict(model.get_base_model().named_parameters())
-    assert own.keys() == theirs.keys()
-    for name, parameter in own.items():
-        is_adapter = ".lora_" in name
-        assert parameter.dtype == (torch.float32 if is_adapter else dtype)
-        assert (parameter.data_ptr() == theirs[name].data_ptr()) == (not is_adapter)
-    copied.load(trained_weights(moved(model)))
-    assert all(torch.equal(own[name], theirs[name]) for name in own)
-    before = own["model.layers.1.mlp.up_proj.lora_B.default.weight"].clone()
-    moved(model, seed=9)  # an update: adapters of the copy are its own
-    assert torch.equal(own["model.layers.1.mlp.up_proj.lora_B.default.weight"], before)
 
 
 # Packed weights
@@ -105,22 +85,3 @@ def test_new_weights_release_the_packed_ones(dtype):
     fresh = SamplingCopy(other)
     fresh.cast(dtype)
     assert torch.equal(logits(sampling.model), logits(fresh.model))
-
-
-@EACH_DTYPE
-def test_the_size_of_the_copies_is_known_and_bounded(dtype, monkeypatch):
-    sampling = copy_of_weights(dtype)
-    layers, head = (
-        sampling_copy.large_layers(sampling.model),
-        sampling.model.get_output_embeddings(),
-    )
-    of_head = 0 if dtype == torch.float32 else 4
-    sizes = {x: x.weight.numel() * (of_head if x is head else dtype.itemsize) for x in layers}
-    assert head in sizes
-    assert sampling_copy.packed_bytes(sampling.model, dtype) == sum(sizes.values()) * packs(dtype)
-    monkeypatch.setattr(sampling_copy, "MOST_BYTES", sum(sizes.values()) - 1)
-    sampling.cast(dtype)
-    before = forwards(sampling.model)
-    sampling.pack()
-    assert forwards(sampling.model) == before
-    assert sampling_copy.packed_bytes(sampling.model, dtype) == 0

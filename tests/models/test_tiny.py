@@ -7,14 +7,11 @@ from random import Random
 import pytest
 import torch
 
-from pipeline.config.settings import DEFAULT_DOMAINS
 from pipeline.environments.domains import Domain
 from pipeline.environments.embedded.cases import IDS
-from pipeline.environments.experts import run_expert
 from pipeline.models.tiny import tiny_model, tiny_tokenizer
-from tests.support.helpers import DOMAINS, Desk, embedded, environments_of, module_of, tokenizer
+from tests.support.helpers import Desk, embedded, tokenizer
 
-CLASSES = environments_of(embedded())
 ALL_WORDS = tiny_tokenizer(embedded().values())
 
 
@@ -25,16 +22,6 @@ def encode(text, made=None):
 def tokens(text, made=None):
     """The texts of the tokens."""
     return [(made or tokenizer()).decode([token]) for token in encode(text, made)]
-
-
-def conversations(count=60, domains=DOMAINS):
-    """What the expert and the environments say on tasks of every domain and difficulty."""
-    for domain in domains:
-        module = module_of(domain)
-        for difficulty in ("easy", "medium", "hard"):
-            for task in module.generate_tasks(0, count, "train", difficulty):
-                messages, _ = run_expert(CLASSES[domain](), module.expert, task)
-                yield domain, messages
 
 
 # Tokenizer
@@ -74,23 +61,6 @@ def test_a_call_and_its_result_are_a_few_tokens():
         '"}',
     ]
     assert tokens("The fee is 40.") == ["The fee is ", "40", "."]
-
-
-def test_what_is_said_in_the_domains_takes_few_tokens():
-    """No text of an expert's episode falls apart into bytes."""
-    for domain, messages in conversations(15):
-        made = tokenizer() if domain in DEFAULT_DOMAINS else ALL_WORDS
-        for message in messages[1:]:
-            pieces = tokens(message["content"], made)
-            letters = [piece for piece in pieces if len(piece) == 1 and piece.isalnum()]
-            assert set(letters) <= {"0", "1", "2", "5"}, pieces
-
-
-def test_what_is_said_on_the_phone_is_one_token_where_the_run_has_telecom_chat():
-    made = tiny_tokenizer(embedded("airline", "telecom_chat").values())
-    assert tokens("It shows old_apn.", made) == ["It shows ", "old_apn", "."]
-    for words in ("Please reset the APN.", "I have paid it.", "telecom_chat", "Done.", "telecom"):
-        assert tokens(words, made) == [words]
 
 
 def test_the_default_domains_have_the_same_tokens_whatever_they_are_called():

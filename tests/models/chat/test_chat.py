@@ -17,7 +17,7 @@ from pipeline.common.errors import UserError
 from pipeline.environments.discovery import tool_schemas
 from pipeline.environments.experts import run_expert
 from pipeline.models.chat.fitting import Needs, clock_of, held_clock, without_clock
-from pipeline.models.chat.template import Chat, TokenCache
+from pipeline.models.chat.template import Chat
 from pipeline.models.chat.text import Parsed, parse_hermes
 from pipeline.models.tiny import CHAT_TEMPLATE, tiny_tokenizer
 from tests.support.helpers import (
@@ -153,47 +153,7 @@ def test_what_is_returned_may_be_altered():
     assert chat().prompt_ids(ASKED, TOOLS) == prompt
 
 
-def test_the_cache_stays_within_its_bound_and_drops_the_least_recently_used():
-    made, rendered = Chat(tokenizer()), []
-    made.cache = TokenCache(600)
-    render = made._template
-    made._template = lambda *args, **options: rendered.append(args) or render(*args, **options)
-    for number in range(50):
-        made.reply_ids([ASKED[1]])
-        made.reply_ids([{"role": "user", "content": f"reply {number}"}])
-        made.parse(made.message_ids(say(f"Sure {number}.")))
-        made.num_content_tokens(f"a result {number}")
-        assert len(made.cache) * 8 < made.cache.num_tokens <= 600
-    assert len(rendered) == 1 + 50 + 50, "the reply that is used again and again is kept"
-    made.reply_ids([{"role": "user", "content": "reply 0"}])
-    assert len(rendered) == 102
-    long = [{"role": "user", "content": "one two " * 400}]
-    assert made.reply_ids(long) == chat().reply_ids(long)
-    assert made.cache.num_tokens == len(made.cache) == 0
-
-
 # No text becomes a control token
-
-
-def test_a_list_of_tools_is_read_once():
-    class Tools(list):
-        num_reads = 0
-
-        def __iter__(self):
-            self.num_reads += 1
-            return super().__iter__()
-
-    made, tools = Chat(tokenizer()), Tools(TOOLS)
-    ids = made.prompt_ids(ASKED, tools)
-    read = tools.num_reads
-    assert made.prompt_ids(ASKED, tools) == ids == chat().prompt_ids(ASKED, TOOLS)
-    assert made.prompt_ids(ASKED[1:], tools) != ids
-    assert 0 < tools.num_reads <= 2 * read
-    for number in range(40):  # a later list may have the address of an earlier one
-        function = {**TOOLS[0]["function"], "name": f"tool_{number}"}
-        prompt = made.prompt_ids(ASKED, [{"type": "function", "function": function}])
-        assert f"tool_{number}" in made.tokenizer.decode(prompt)
-    assert len(made.cache._digests) < 40
 
 
 def test_tags_that_a_policy_says_itself_stay_tags_in_its_messages():

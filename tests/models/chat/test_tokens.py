@@ -31,7 +31,6 @@ from pipeline.rollout.rollout import RolloutRequest
 from pipeline.rollout.samplers.own import RowSampler
 from pipeline.training.micro_batches import make_micro_batches
 from pipeline.training.token_logprobs import TokenLogprobs
-from scripts.proofs.ranks import play_ranks
 from tests.support.helpers import (
     Desk,
     call,
@@ -781,16 +780,6 @@ def test_without_thinking_or_where_thoughts_are_kept_there_is_no_warning(name, o
     assert told(name, **options) == []
 
 
-def test_thoughts_in_a_field_of_their_own_are_seen_to_vanish_too():
-    thought = "{% if loop.last %}[{{ message.reasoning_content }}]{% endif %}"
-    template = CHAT_TEMPLATE.replace("{{ message.content }}", thought + "{{ message.content }}")
-    (warning,) = warned_of(tokenizer_of(template), tool_call_format="hermes")
-    assert warning.startswith(LOST)
-    closed = template.replace("assistant{{ '\n' }}{%- endif", "assistant{{ '\n[]' }}{%- endif")
-    assert closed != template
-    assert warned_of(tokenizer_of(closed), tool_call_format="hermes") == []
-
-
 def test_a_sampled_thought_that_the_template_opened_is_no_content():
     """The prompt ends with <think>; both readers of calls must know."""
     header = "<|im_start|>assistant{{ '\n' }}"
@@ -801,9 +790,3 @@ def test_a_sampled_thought_that_the_template_opened_is_no_content():
         sampled = made.tokenizer("Hm.\n</think>\n\nDone.<|im_end|>")["input_ids"]
         assert made.parse(sampled) == Parsed(content="Done.")
     assert made.parse(sampled[:2]) == Parsed(content="Hm")
-
-
-def test_of_several_ranks_the_first_warns():
-    both = told("lfm2_2_5")
-    assert len(both) == 2  # of the format of calls, and of thoughts
-    assert play_ranks(told, 2, "lfm2_2_5") == [both, []]
