@@ -123,37 +123,8 @@ def test_a_missing_rank_is_named_within_the_deadline(said):
         assert waiting["missing"].startswith("end of stage: ")
 
 
-def test_one_rank_alone_needs_no_process_group():
-    ranks = Ranks(0, 1, 5)
-    ranks.barrier("alone")
-    assert ranks.is_main
-    assert ranks.sum([1.5, 2]) == [1.5, 2]
-    assert ranks.max(3.0) == 3.0
-    assert ranks.all_gather_objects("x", "alone") == ["x"]
-    assert torch.equal(ranks.all_gather_tensors(torch.arange(3))[0], torch.arange(3))
-    assert ranks.all_gather_numbers([1, 2.5]) == [[1.0, 2.5]]
-    assert ranks.exchange([b"to myself"]) == [b"to myself"]
-    found = ranks.check_same_parameters(small_model().named_parameters(), "now")
-    assert found == hash_of(small_model())
-
-
 def hash_of(module) -> str:
     return parameter_hash(module.named_parameters())
-
-
-def test_the_hash_sees_one_bit_one_name_and_any_type():
-    model = torch.nn.Linear(2, 2)
-    before = hash_of(model)
-    with torch.no_grad():
-        model.weight[1, 1] = torch.nextafter(model.weight[1, 1], torch.tensor(9.0))
-    assert hash_of(model) != before
-    renamed = torch.nn.Module()
-    renamed.first, renamed.bias = model.weight, model.bias
-    assert hash_of(renamed) != hash_of(model)
-    assert hash_of(model.to(torch.bfloat16)) != before
-    scalar = torch.nn.Module()
-    scalar.scale = torch.nn.Parameter(torch.tensor(1.0))
-    assert len(hash_of(scalar)) == 64
 
 
 # The optimizer's moments, spread over the ranks

@@ -1,7 +1,6 @@
 """Faults and signals on real ranks: who is named, who ends how, and that all end."""
 
 import ctypes
-import fcntl
 import json
 import os
 import re
@@ -214,35 +213,6 @@ def test_a_signal_that_comes_twice_is_one_and_a_later_one_ends_the_rank_at_once(
     assert play_ranks(exit_codes_of_two_signals, 1) == [[0, 1, 75]]
 
 
-def children_that_hold_the_lock(folder: str) -> list[bool]:
-    """Whether a forked child keeps a folder locked, without and with the watchdog."""
-    found = []
-    for is_told in (False, True):
-        with Watchdog(Ranks(0, 1, TIMEOUT_S), 60) as watchdog:
-            lock = Path(folder, ".lock").open("a")  # noqa: SIM115  (a run holds it to its end)
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            watchdog.not_for_children += [lock] * is_told
-            reading, writing = os.pipe()
-            if (child := os.fork()) == 0:
-                os.write(writing, b".")
-                signal.pause()
-            os.read(reading, 1)
-            lock.close()
-            with Path(folder, ".lock").open("a") as again:
-                try:
-                    fcntl.flock(again, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    found.append(False)
-                except BlockingIOError:
-                    found.append(True)
-            os.kill(child, signal.SIGKILL)
-            os.waitpid(child, 0)
-    return found
-
-
-def test_a_child_of_a_rank_does_not_keep_the_run_folder_locked(tmp_path):
-    assert play_ranks(children_that_hold_the_lock, 1, str(tmp_path)) == [[True, False]]
-
-
 def ends_of_runs(folder: str) -> list[str]:
     """Why runs have ended, as the file for those who watch says."""
     Path(folder, ".lock").touch()
@@ -307,13 +277,6 @@ def slow(stderr: str) -> str:
 
 def test_a_rank_at_work_is_left_alone_however_long_it_takes(waited):
     assert waited["slow"].result() == (["done", "done"], "")
-
-
-def test_handlers_of_signals_are_put_back():
-    before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
-    with Watchdog(Ranks(0, 1, 60), 60):
-        assert signal.getsignal(signal.SIGTERM) != before[0]
-    assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == before
 
 
 def begin_apart(stderr: str) -> int:

@@ -14,7 +14,6 @@ from accelerate import Accelerator
 
 from pipeline.config.settings import Config, EvaluationSettings
 from pipeline.data.curriculum import Stage
-from pipeline.data.tasks import Task
 from pipeline.distributed.ranks import Ranks
 from pipeline.environments import Domain
 from pipeline.environments.discovery import tool_schemas
@@ -37,7 +36,7 @@ from scripts.proofs.grid import make_trajectory
 from scripts.proofs.ranks import play_ranks
 from scripts.proofs.runs import without_report
 from tests.support.coin import COIN
-from tests.support.helpers import call, make_task, say
+from tests.support.helpers import call, say
 from tests.support.messages import says
 
 ALONE = Ranks(0, 1, 5)
@@ -531,41 +530,3 @@ def test_a_decision_is_what_the_policy_chose_and_not_what_it_read():
     assert decided(*look, *both) == "refuse(..., late), then refund(...)"
     assert decided(say(" 42 "), schemas=[]) == "42"
     assert decided(say("x" * 61), schemas=[]) == ""
-
-
-class Oracle:
-    """Pays for heads in three of four tasks, else for tails; nothing tells the tasks apart."""
-
-    def reset(self, id: str, **row: object) -> None:
-        number = int(id.partition("-")[2])
-        self.right, self.final_message = "heads" if number % 4 else "tails", ""
-
-    def get_reward(self) -> float:
-        return float(self.final_message == self.right)
-
-
-def generate_tasks(seed: int, n: int, split: str, difficulty: str) -> list[Task]:
-    return [make_task(f"{split}-{i}", "heads or tails", domain="oracle") for i in range(n)]
-
-
-def test_a_run_that_falls_to_one_answer_says_so(tmp_path: Path):
-    prompt = list(make_task(request="heads or tails").prompt)
-    lines = [{"messages": [*prompt, say(word)]} for word in ("heads", "tails")]
-    shown = tmp_path / "said.jsonl"
-    shown.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    flags = ["--domains", "oracle", "--environments", f"{{oracle: {__name__}:Oracle}}"]
-    flags += ["--demonstrations", f"{{oracle: {shown}}}", "--warm-start-steps", "60"]
-    flags += ["--warm-start-batch-size", "4", "--num-generations", "4", "--tasks-per-step", "8"]
-    flags += ["--tasks-per-domain", "80", "--eval-tasks-per-domain", "1", "--eval-trials", "1"]
-    flags += ["--validation-steps", "0", "--report-to", "none", "--max-turns", "1"]
-    flags += ["--max-steps", "14", "--learning-rate", "1e-3"]
-    ((code, said),) = play_ranks(ran, 1, DEAD_STEPS, str(tmp_path / "out"), *flags)
-    assert code == 0
-    (line,) = [line for line in said.splitlines() if "acts alike" in line]
-    says(
-        line,
-        "warning: step",
-        "oracle: since step",
-        "acts alike: heads in 9",
-        "learning_rate (0.001)",
-    )

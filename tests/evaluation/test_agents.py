@@ -11,14 +11,13 @@ from pipeline.distributed.ranks import Ranks
 from pipeline.environments.discovery import tool_schemas
 from pipeline.environments.experts import run_expert
 from pipeline.environments.language_models.language_model import LanguageModel
-from pipeline.evaluation.agents import agent_rollout, as_sent, evaluate_agent
+from pipeline.evaluation.agents import agent_rollout, evaluate_agent
 from pipeline.rollout.rollout import RolloutRequest
 from pipeline.rollout.trajectory import StopReason
 from tests.support.endpoint import agent_of, calling, seed_of, serving
 from tests.support.helpers import (
     Desk,
     ScriptedSampler,
-    call,
     chat,
     embedded,
     make_task,
@@ -131,15 +130,6 @@ def test_the_conversation_is_that_of_the_protocol(tmp_path):
     ]
 
 
-def test_each_result_names_its_call():
-    two = {**say(""), "tool_calls": [*call("look")["tool_calls"], *call("jam")["tool_calls"]]}
-    results = [{"role": "tool", "name": name, "content": name} for name in ("look", "jam")]
-    sent = as_sent([*make_task().prompt, two, *results, say("x"), results[0]])
-    assert [c["id"] for c in sent[2]["tool_calls"]] == ["call00200", "call00201"]
-    assert [m.get("tool_call_id") for m in sent[3:]] == ["call00200", "call00201", None, None]
-    assert sent[-1] == {"role": "user", "content": "look"}
-
-
 @pytest.mark.parametrize("arguments", ['{"item": ', "[1]", 7])
 def test_unreadable_arguments_are_a_malformed_call(tmp_path, arguments):
     broken = calling("look")
@@ -190,23 +180,8 @@ def test_turns_and_equal_calls_are_limited_as_for_the_model(tmp_path):
     assert stuck.messages[3]["content"] == '{"error": "result too long"}'
 
 
-def test_environments_that_wait_go_on_beside_the_asks(tmp_path):
-    tasks = [make_task(f"t{number}") for number in range(5)]
-    wait = calling("wait", minutes=5)
-
-    def answer(body):
-        return "done" if body["messages"][-1]["role"] == "tool" else wait
-
-    trajectories, _ = play(answer, tmp_path, *tasks, environment=Desk, max_concurrent_episodes=2)
-    assert [(t.task_id, t.reward, t.num_turns) for t in trajectories] == [
-        (f"t{number}", 1.0, 2) for number in range(5)
-    ]
-
-
-def failed(url, folder, environments=None, **settings):
-    rollout, config = agent(url, folder, environments or {"desk": Talk}, call_timeout=0.5)
-    for name, value in settings.items():
-        setattr(rollout.policy.model, name, value)
+def failed(url, folder):
+    rollout, config = agent(url, folder, {"desk": Talk}, call_timeout=0.5)
     entry, played = evaluate_agent(rollout, [make_task(), make_task("t2")], config, ALONE)
     assert {t.stop_reason for t in played} == {StopReason.ENVIRONMENT_ERROR}
     assert [*entry] == ["failed"] and "\n" not in entry["failed"]
@@ -228,12 +203,6 @@ def test_an_endpoint_that_is_away_is_one_line(tmp_path):
     line = failed(server.url, tmp_path)
     assert line.startswith("4 of 4 trials failed 3 times; the commonest error, first of desk/t1: ")
     assert f"agent: {server.url} is away for " in line
-
-
-def test_a_spent_budget_is_one_line(tmp_path):
-    with serving() as server:
-        line = failed(server.url, tmp_path, _most_calls=0)
-    assert line.startswith("agent_max_calls: got None, which is spent; go on with --resume")
 
 
 def test_a_server_without_a_name_is_refused():

@@ -4,18 +4,12 @@ records; and when too many episodes of a domain end in errors of their environme
 
 import json
 from dataclasses import replace
-from threading import Event
 
 import pytest
 from accelerate import Accelerator
 
-from pipeline.common.errors import RunError
 from pipeline.config.settings import Config, RolloutSettings
 from pipeline.distributed.ranks import Ranks
-from pipeline.environments import Domain, Outage
-from pipeline.environments.calls import Calls
-from pipeline.environments.single_turn import SingleTurnEnvironment
-from pipeline.evaluation.baselines import baselines
 from pipeline.evaluation.evaluate import (
     ErrorRates,
     evaluate,
@@ -26,7 +20,6 @@ from pipeline.evaluation.evaluate import (
     success,
     unscored_trials,
 )
-from pipeline.rollout.rewards import RewardFunction, RewardFunctions
 from pipeline.rollout.trajectory import EpisodeRecord, StopReason
 from pipeline.training.collect import RolloutBatch, Sample
 from pipeline.training.step_metrics import rollout_metrics
@@ -123,42 +116,6 @@ def test_a_trial_whose_environment_fails_is_played_again():
     records, num_played = play_desk(fails=2)
     assert [record.reward for record in records] == [1.0, 1.0]
     assert num_played == 4
-
-
-def test_no_trial_is_played_again_because_a_reward_function_failed(monkeypatch):
-    calls = []
-
-    async def no_pause(self, seconds):
-        pass
-
-    monkeypatch.setattr(Calls, "pause", no_pause)
-
-    async def grader(completions, id, **_):
-        calls.append(id[0])
-        if id[0] == "b":
-            raise Outage("the judge is away")
-        return [1.0]
-
-    rewards = RewardFunctions([RewardFunction("grader", grader)], 5.0)
-    sampler, played = ScriptedSampler({number: [say("4")] for number in range(9)}), []
-    kinds = {"sums": SingleTurnEnvironment}
-    rollout = rollout_of(sampler, chat(), kinds, RolloutSettings(), rewards=rewards)
-
-    def play(requests, greedy, progress):
-        played.extend(request.task.id for request in requests)
-        return rollout([replace(r, key=n) for n, r in enumerate(requests)], greedy)
-
-    tasks = [make_task("a", domain="sums"), make_task("b", domain="sums")]
-    records, _ = evaluate(play, tasks, 1, seed=1, ranks=ALONE)
-    assert (played, calls.count("b")) == (["a", "b"], 3)
-    with pytest.raises(RunError) as caught:
-        refuse_failed_trials(records, "at the end")
-    says(
-        str(caught.value),
-        "1 of 2 trials at the end ended in environment errors in each attempt (the first: sums/b)",
-    )
-    says(str(caught.value), "reward function grader: Outage: the judge is away")
-    says(str(caught.value), "mend what failed and resume")
 
 
 def test_trials_that_fail_every_time_are_not_scored():
@@ -410,35 +367,3 @@ def test_errors_of_all_that_all_ranks_played_are_counted():
             "the environment, or raise the limit",
         ],
     }
-
-
-# Blind baselines
-
-
-def domain_of(name, environment):
-    """A domain that offers nothing but its environment."""
-    return {name: Domain(name=name, environment=environment)}
-
-
-def test_an_environment_that_fails_or_hangs_earns_nothing_of_a_floor():
-    calls = []
-
-    class Broken(Desk):
-        def reset(self, **row):
-            calls.append(row["id"])
-            if row["id"] == "hangs":
-                Event().wait()
-            return super().reset(**row)
-
-    failing = [make_task(f"t{n}", payload=f'{{"fails": "{f}"}}') for n, f in enumerate(FAILURES)]
-    found = baselines(domain_of("desk", Broken), {"desk": failing}, 5)
-    assert found == {"desk": {"nothing": 0.25}}
-    calls.clear()
-    found = baselines(
-        domain_of("desk", Broken), {"desk": [make_task("fine"), *[make_task("hangs")] * 9]}, 0.2
-    )
-    assert found["desk"]["nothing"] == 0.1
-    assert calls == ["fine", "hangs", "hangs", "hangs"]  # then it is not called again
-
-
-FAILURES = ("reset", "get_reward", "nothing", "reset")

@@ -296,14 +296,6 @@ def test_runs_that_cannot_be_put_together_are_refused():
     assert "other success thresholds" in refusal(differences, [graded(0.5)], [graded()])
 
 
-def test_settings_that_were_changed_on_a_resume_leave_out_what_they_make_undefined():
-    changed = results()
-    changed["validations"][1]["success"]["airline"] = {"v7": 1.0}
-    assert "area_under_curve" not in summary([changed])["metrics"]
-    changed["curriculum"]["stages"].pop()
-    assert "stage retail was evaluated but is not in the curriculum" in refusal(summary, [changed])
-
-
 def test_a_cell_where_all_tasks_came_out_alike_has_wilsons_interval():
     matrix = summary([results()])["domains"]["matrix"]
     assert matrix[2][1] == pytest.approx([1.0, 0.675592, 1.0], abs=1e-5)  # 8 of 8
