@@ -1,6 +1,5 @@
 """Checkpoints: whole or not there, loadable by others, restored exactly."""
 
-import hashlib
 import json
 import os
 import resource
@@ -12,9 +11,9 @@ from accelerate import Accelerator
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from pipeline.checkpoints import checkpoint
-from pipeline.checkpoints.checkpoint import Checkpointer, TrainState, save
+from pipeline.checkpoints.checkpoint import TrainState, save
 from pipeline.checkpoints.moments import load_optimizer, whole_moments
-from pipeline.checkpoints.resume import origin_of_model, refuse_other_origin
+from pipeline.checkpoints.resume import refuse_other_origin
 from pipeline.checkpoints.run_folder import (
     find_checkpoint,
     newest_first,
@@ -24,13 +23,11 @@ from pipeline.checkpoints.run_folder import (
     put_aside,
     read_state,
     refuse_changes,
-    write_manifest,
 )
 from pipeline.common.durable import write_text
 from pipeline.common.errors import UserError
-from pipeline.config.settings import Config, ModelSettings, RunSettings
+from pipeline.config.settings import Config
 from pipeline.distributed.ranks import Ranks, parameter_hash
-from pipeline.models import lora
 from pipeline.training.token_logprobs import TokenLogprobs
 from pipeline.training.updater import Updater
 from scripts.proofs.grid import make_episodes, small_model
@@ -164,31 +161,6 @@ def test_sharded_or_not_on_any_ranks_training_goes_on_bit_by_bit(tmp_path):
         3, "optimizer", (sharded, True)
     )
     assert ends == [end] * 3
-
-
-@pytest.mark.parametrize("left", [None, {"state": {}}])
-def test_a_checkpoint_that_has_lost_its_moments_is_refused(tmp_path, left):
-    """Though its manifest was written anew."""
-    (tmp_path / ".lock").touch()
-    model = small_model()
-    optimizer = torch.optim.AdamW(model.parameters())
-    checkpointer = Checkpointer(tmp_path, Ranks(0, 1, 60), RunSettings(), TrainState(), tokenizer())
-    checkpointer.save("step-000000", model, optimizer)  # before the first step there are none
-    path = tmp_path / "checkpoints" / "step-000000"
-    load_optimizer(path, optimizer)
-    for parameter in model.parameters():
-        parameter.grad = torch.ones_like(parameter)
-    optimizer.step()
-    checkpointer.save("step-000000", model, optimizer)
-    load_optimizer(path, optimizer)
-    (path / "optimizer.pt").unlink()
-    if left is not None:
-        torch.save(left, path / "optimizer.pt")
-    (path / "manifest.json").unlink()
-    write_manifest(path, 1)
-    assert problem(path) is None
-    with pytest.raises(UserError, match="step-000000 has lost moments of its optimizer"):
-        load_optimizer(path, optimizer)
 
 
 # Interrupted
@@ -475,53 +447,6 @@ def test_a_missing_checkpoint_is_refused_with_what_there_is(tmp_path):
 
 
 # What is hashed
-
-
-class Counted:
-    """hashlib's SHA-256, which adds the sizes of what it reads to `sizes`."""
-
-    def __init__(self):
-        self.sizes = []
-
-    def sha256(self, content=b""):
-        self.sizes.append(memoryview(content).nbytes)
-        return hashlib.sha256(content)
-
-
-def test_frozen_weights_are_hashed_once_and_what_is_trained_in_each_checkpoint(
-    tmp_path, monkeypatch
-):
-    weights, ranks = Counted(), Ranks(0, 1, 60)
-    monkeypatch.setattr("pipeline.distributed.ranks.hashlib", weights)
-    model = lora.attach(
-        small_model(), ModelSettings(use_peft=True, lora_r=2), "base", 0, torch.float32
-    )
-    frozen = [p for p in model.parameters() if not p.requires_grad]
-    adapters = [p for p in model.parameters() if p.requires_grad]
-    checkpointer = Checkpointer(tmp_path, ranks, RunSettings(), TrainState(), tokenizer())
-    (tmp_path / ".lock").touch()
-    read = []
-    for step in range(3):
-        checkpointer.save(f"step-{step}", model)
-        read.append(sum(weights.sizes))
-        weights.sizes = []
-        with torch.no_grad():
-            adapters[0] += 1
-    assert read == [84_736, 8_192, 8_192]  # bytes of all, and of the adapters
-    before = ranks.check_same_parameters(model.named_parameters(), "now")
-    with torch.no_grad():
-        frozen[0][0] += 1
-    assert ranks.check_same_parameters(model.named_parameters(), "now") != before
-
-
-def test_a_model_folder_of_someone_else_has_no_origin(tmp_path):
-    folder = tmp_path / "checkpoints" / "step-000100"
-    folder.mkdir(parents=True)
-    evaluates = {"model": {"model": str(folder)}, "grpo": {"use_grpo": False}}
-    assert origin_of_model(Config.model_validate(evaluates)) == {}
-    for content in ("{", "[]", "3"):
-        (folder / "state.json").write_text(content)
-        assert origin_of_model(Config.model_validate(evaluates)) == {}
 
 
 def test_a_checkpoint_of_before_a_setting_existed_resumes_with_its_default():

@@ -14,11 +14,8 @@ from urllib.request import Request, urlopen
 import pytest
 import yaml
 
-from pipeline.commands.chat import Conversation, Terminal, main, state_of
+from pipeline.commands.chat import Conversation, Terminal, main
 from pipeline.config.settings import RolloutSettings
-from pipeline.environments.calls import run_here
-from pipeline.environments.embedded.retail import RetailEnvironment, generate_tasks
-from pipeline.environments.tools import started
 from pipeline.report.chat_page import ChatPage
 from pipeline.rollout.rollout import RolloutRequest
 from pipeline.rollout.trajectory import StopReason
@@ -175,15 +172,6 @@ def test_a_person_who_leaves_before_the_first_message_ends_the_command(run, monk
     assert capsys.readouterr().out.endswith("\nended before the conversation did\n")
 
 
-def test_the_database_is_what_the_tools_see_and_not_what_is_expected():
-    task = generate_tasks(0, 1, "train", "medium")[0]
-    environment = run_here(started, RetailEnvironment, task.row()).environment
-    environment.stop_reason = "completed"  # a rollout sets it
-    state = state_of(environment)
-    assert {path.partition(".")[0] for path in state} == {"case", "orders", "variants"}
-    assert state_of(type("Plain", (), {})()) == {}
-
-
 def test_a_person_talks_on_a_page_and_other_pages_cannot_send():
     page = ChatPage("a <b>desk")
     assert "a &lt;b&gt;desk" in urlopen(page.address, timeout=30).read().decode()
@@ -220,19 +208,3 @@ def test_a_person_talks_on_a_page_and_other_pages_cannot_send():
     assert not found["is_waiting"]
     with pytest.raises(HTTPError, match="403"):
         urlopen(f"{ChatPage('other').address.partition('?')[0]}?{page.address.partition('?')[2]}")
-
-
-def test_the_page_begins_again_until_the_command_is_ended(run, monkeypatch, capsys):
-    told = []
-    monkeypatch.setattr(ChatPage, "tell", lambda self, name, content: told.append(name))
-
-    def typed(page):
-        assert told[-1] == "over"
-        if told.count("over") == 2:
-            raise KeyboardInterrupt
-        return ""
-
-    monkeypatch.setattr(ChatPage, "typed", typed)
-    assert main([run, "--web"]) == 0
-    assert [told.count(name) for name in ("model", "agent", "reward")] == [1, 2, 2]
-    assert capsys.readouterr().out.startswith("chat in a browser: http://127.0.0.1:")

@@ -65,24 +65,6 @@ def test_a_rehearsal_changes_and_says_nothing_here(capfd):
     assert seen == [] and capfd.readouterr() == ("", "")
 
 
-def test_an_interrupted_rehearsal_leaves_no_child(monkeypatch):
-    def stop(*_) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGUSR2, stop)
-    parent = os.getpid()
-
-    def ask_to_stop() -> None:
-        os.kill(parent, signal.SIGUSR2)
-        time.sleep(600)
-
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            rehearse("its table", ask_to_stop, "mend it")
-    finally:
-        signal.signal(signal.SIGUSR2, before)
-
-
 def test_a_call_that_only_waits_is_left_to_this_process(monkeypatch):
     """A child has the locks of other threads, and never these threads."""
     monkeypatch.setattr(children, "MAX_WAIT_S", 0.05)

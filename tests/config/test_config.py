@@ -1,15 +1,12 @@
 """Settings: recipes and flags fill one tree, and every mistake is refused in one line."""
 
-import ast
 import json
 import re
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 from trl import GRPOConfig
 
-from pipeline.common.errors import nearest
 from pipeline.config.cli import flag, parse
 from pipeline.config.recipe import SETTINGS, dump, instead, load_recipe, trl_names
 from pipeline.config.rules import left_out
@@ -498,33 +495,6 @@ def test_none_is_an_empty_list_in_a_recipe_as_in_a_flag(section, name, tmp_path)
     assert getattr(getattr(load_recipe(path), section), name) == []
 
 
-def fields_of_trl() -> set[str]:
-    """Names of the settings of TRL's GRPO script, read from the files of TRL and transformers."""
-    files = {"trl": ["trainer/base_config.py", "trainer/grpo_config.py", "trainer/model_config.py"]}
-    files["trl"] += ["scripts/utils.py"]
-    files["transformers"] = ["training_args.py"]
-    names = set()
-    for package, paths in files.items():
-        (folder,) = find_spec(package).submodule_search_locations
-        for path in paths:
-            nodes = ast.walk(ast.parse(Path(folder, path).read_text("utf-8")))
-            classes = [node for node in nodes if isinstance(node, ast.ClassDef)]
-            fields = [node for each in classes for node in each.body]
-            names |= {f.target.id for f in fields if isinstance(f, ast.AnnAssign)}
-    return names
-
-
-def test_no_setting_of_trl_is_taken_for_a_misspelling():
-    own = {flag(*key)[2:] for key in SETTINGS}
-    others = {name.replace("_", "-") for name in fields_of_trl()} - own
-    assert {"num-train-epochs", "vllm-mode", "dataset-name", "lora-dropout"} <= others
-    assert len(others) > 150
-    near = {name: nearest(name, own) for name in others if nearest(name, own)}
-    assert {*near} == {"vllm-importance-sampling-cap", "log-completions"}  # which have answers
-    long = {name for name in own if len(name) > 5 and not name.startswith("adam-beta")}
-    assert {name: nearest(name[:-2] + name[-1], own) for name in long} == {n: n for n in long}
-
-
 def test_each_answer_names_present_settings():
     known = {flag(*key)[2:].replace("-", "_") for key in SETTINGS}
     for name in " ".join(trl_names()).split():
@@ -543,6 +513,3 @@ def test_task_files_are_named_by_domain():
         ("a.jsonl", ("--tasks: got 'a.jsonl'", "a valid dictionary")),
     ):
         says(refusal(parse, [*own, "--tasks", value]), *words)
-
-
-# Surroundings

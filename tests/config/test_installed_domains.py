@@ -2,7 +2,6 @@
 
 import sys
 from pathlib import Path
-from shutil import copytree
 
 import pytest
 
@@ -87,18 +86,6 @@ def test_two_packages_that_claim_one_name_are_refused_if_it_is_asked_for(install
         "domains: got mine, claimed by mine_pkg and other_pkg; uninstall one, or give "
         "environments {mine: module:Class}"
     )
-
-
-def test_a_package_that_pip_has_removed_by_half_is_no_second_one(install, tmp_path):
-    install("mine_pkg", "mine = mine_pkg:Mine")
-    copytree(tmp_path / "mine_pkg-1.0.dist-info", tmp_path / "~ine_pkg-1.0.dist-info")
-    assert environments("mine") == {"mine": "mine_pkg:Mine"}
-
-
-def test_a_package_without_metadata_is_named_by_its_entry_point(install, tmp_path):
-    install("mine_pkg", "mine = mine_pkg:Mine")
-    (tmp_path / "mine_pkg-1.0.dist-info" / "METADATA").unlink()
-    assert environments("mine") == {"mine": "mine_pkg:Mine"}
 
 
 def test_a_package_that_claims_an_embedded_name_is_refused_if_it_is_asked_for(install):

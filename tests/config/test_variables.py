@@ -94,14 +94,6 @@ def test_what_a_library_could_not_read_is_refused_in_one_line(
     assert message.startswith(f"{name}: got {value!r} in the environment; {remedy}")
 
 
-def test_empty_variables_count_as_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    names = {*environment_variables.FORMS, *environment_variables.REFUSED}
-    for name in names:
-        monkeypatch.setenv(name, "")
-    environment_variables.refuse()
-    assert not names & {*os.environ}
-
-
 @pytest.mark.parametrize(
     ("name", "value", "library", "reason"),
     [

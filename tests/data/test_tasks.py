@@ -11,7 +11,7 @@ import tarfile
 import tracemalloc
 import zipfile
 from collections import Counter
-from dataclasses import FrozenInstanceError, replace
+from dataclasses import replace
 from io import BytesIO
 from pathlib import Path
 from types import SimpleNamespace
@@ -66,19 +66,6 @@ def refusal(path) -> str:
 
 
 # a task
-
-
-def test_a_task_cannot_be_altered_by_itself_or_through_its_row():
-    prompt = [{"role": "user", "content": "x", "tool_calls": [{"arguments": {"a": 1}}]}]
-    task = Task(domain="bank", id="1", prompt=tuple(prompt), payload='{"b": 2}')
-    with pytest.raises(FrozenInstanceError):
-        task.id = "2"
-    row = task.row()
-    assert row == {"domain": "bank", "id": "1", "prompt": prompt, "payload": '{"b": 2}'}
-    row["prompt"][0]["tool_calls"][0]["arguments"]["a"] = 7
-    row["prompt"][0]["content"] = "y"
-    assert task.prompt[0]["content"] == "x"
-    assert task.prompt[0]["tool_calls"] == [{"arguments": {"a": 1}}]
 
 
 # files
@@ -511,41 +498,6 @@ def test_a_held_out_task_is_found_among_those_that_train(tmp_path):
     says(said, str(other_path), "task 't'", "held-out", "take it out")
     other = replace(tasks[2], payload="{}")
     assert len(loaded(path, held_out=[other])[0]) == 6
-
-
-def test_tasks_spread_over_a_large_source_are_tried_in_the_environment(tmp_path, monkeypatch):
-    tried = []
-
-    class Environment:
-        def reset(self, **row):
-            tried.append(row["id"])
-
-    monkeypatch.setattr("pipeline.environments.task_sets.NUM_TRIED", 4)
-    save_tasks(
-        [replace(task, domain="airline") for task in make_tasks(14)], path := tmp_path / "a.jsonl"
-    )
-    loaded(path, Environment, tasks_per_domain=14)
-    assert tried[::2] == tried[1::2] == ["t0", "t4", "t8", "t12"]  # each is reset twice
-    loaded(path, Environment, tasks_per_domain=4)
-    drawn = tried[8::2]
-    assert drawn == sorted(drawn, key=lambda name: int(name[1:])) and len({*drawn}) == 4
-
-
-def test_the_longest_prompts_of_a_source_are_known(tmp_path, monkeypatch):
-    monkeypatch.setattr("pipeline.environments.task_sets.NUM_LONGEST", 2)
-    tasks = [
-        replace(task, domain="airline", prompt=({"role": "user", "content": "x" * length},))
-        for task, length in zip(make_tasks(5), (3, 9, 1, 7, 99), strict=True)
-    ]
-    save_tasks(tasks, path := tmp_path / "a.jsonl")
-
-    class Environment:
-        def reset(self, **row):
-            pass
-
-    trained, longest = loaded(path, Environment, tasks_per_domain=4)
-    by_length = sorted(trained, key=lambda task: len(task.prompt[0]["content"]))
-    assert longest == by_length[:1:-1]
 
 
 # steps

@@ -3,8 +3,6 @@
 import json
 import re
 import shutil
-from datetime import datetime
-from importlib import import_module
 
 import pytest
 from tokenizers import Tokenizer
@@ -15,12 +13,11 @@ from pipeline.checkpoints.run_folder import begin, check_folder, folder_of, open
 from pipeline.config.recipe import load_recipe
 from pipeline.config.settings import Config, ModelSettings
 from pipeline.models import lora
-from pipeline.models.chat.fitting import held_clock
 from pipeline.models.memory import GIB, Memory, memory_of_a_rank
 from pipeline.models.tiny import CHAT_TEMPLATE, tiny_model, tiny_tokenizer
 from pipeline.preflight import check
 from pipeline.preflight.check import check_and_prepare
-from pipeline.preflight.made_of import hashes_of_modules, hashes_of_tokenizer
+from pipeline.preflight.made_of import hashes_of_tokenizer
 from pipeline.preflight.parts import prepare
 from tests.support import ROOT
 from tests.support.helpers import tokenizer
@@ -199,23 +196,6 @@ def test_a_reference_policy_and_less_to_train_change_the_sum():
     assert saving[kept] < plain[kept]
 
 
-def test_a_micro_batch_counts_no_more_tokens_than_a_rank_trains_on_in_a_step():
-    def activations(budget, grpo=None, **sections):
-        grpo = {"max_tokens_per_microbatch": budget, **(grpo or {})}
-        return terms(grpo=grpo, **sections)["activations of a micro-batch"]
-
-    def is_filled_by(num_episodes, **sections):
-        tokens = num_episodes * 256
-        full = activations(tokens, **sections)
-        return activations(tokens - 1, **sections) < full == activations(10**12, **sections)
-
-    assert is_filled_by(24 * 8)
-    two = {"run": {"num_gpus": 2}}
-    assert is_filled_by(12 * 8, **two)
-    assert is_filled_by(24 * 8, grpo={"dynamic_sampling": True}, **two)
-    assert is_filled_by(2, rollout={"tasks_per_step": 1, "num_generations": 2})
-
-
 def test_adapters_alone_need_gradients_moments_and_a_reference():
     # Rank 16 on seven layers of each block: 16 x (in + out) weights each, in 36 blocks.
     count = 36 * 16 * (2 * (2560 + 4096) + 2 * (2560 + 1024) + 3 * (2560 + 9728))
@@ -274,40 +254,6 @@ def test_a_check_refuses_what_does_not_fit_on_a_rank_here_or_elsewhere(capsys):
             "larger GPUs" if half else "fewer ranks",
         )
         assert "does not fit: a run would be refused" in capsys.readouterr().out
-
-
-def test_a_run_for_this_machines_processors_counts_no_gpu(monkeypatch):
-    monkeypatch.setattr("os.cpu_count", lambda: 2)
-
-    def is_for_gpu(model, num_gpus, **settings):
-        memory = Memory(config(model={"model": model, **settings}, run={"num_gpus": num_gpus}))
-        assert memory.has_gpu != memory.is_here
-        return memory.has_gpu
-
-    half = {"mixed_precision": "bf16"}
-    assert not is_for_gpu("tiny", 1, **half)
-    assert not is_for_gpu("Qwen/Qwen3-0.6B", 2, **half)
-    assert not is_for_gpu("Qwen/Qwen3-4B", 1, use_peft=True, **half)
-    assert is_for_gpu("Qwen/Qwen3-4B", 2, use_peft=True, **half)  # of 4 billion weights each
-    assert is_for_gpu("Qwen/Qwen3-0.6B", 3, **half)  # more ranks than processors
-
-
-def test_an_episode_of_one_message_is_no_longer_than_prompt_and_turn():
-    data = {"domains": ["sums"], "tasks": {"sums": "sums.jsonl"}, "reward_funcs": ["own:right"]}
-
-    def trained(data, max_tokens, **sections):
-        limits = {"max_tokens": max_tokens, "max_tokens_per_turn": 40}
-        grpo = {"max_tokens_per_microbatch": 10**9}
-        settings = config(data=data, rollout=limits, grpo=grpo, **sections)
-        of = Memory(settings, None, {"sums": 60}).terms()
-        return of["activations of a micro-batch"]
-
-    assert trained(data, 100) == trained(data, 5000) < trained(data, 90) * 2
-    assert trained(data, 90) < trained(data, 100)
-    customer = {"url": "http://localhost", "model": "m"}
-    assert trained(data, 5000, customer=customer) > 10 * trained(data, 5000)
-    own = {"domains": ["sums"], "environments": {"sums": "own:Sums"}}
-    assert trained(own, 5000) > 10 * trained(data, 5000)
 
 
 def test_as_many_episodes_play_at_once_as_fit(monkeypatch, capsys):
@@ -452,18 +398,6 @@ def test_what_a_run_without_a_checkpoint_has_written_is_moved_and_not_lost(tmp_p
     assert (kept / "metrics.jsonl").read_text() == "2\n"
 
 
-def test_the_file_that_starts_a_rank_beside_a_module_is_not_of_the_run(tmp_path, monkeypatch):
-    """Another number of ranks, or another launcher, starts them by another file."""
-    (tmp_path / "beside_the_start.py").write_text("def correct(**_): ...")
-    (tmp_path / "start.py").write_text("")
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr("__main__.__file__", str(tmp_path / "start.py"), raising=False)
-    import_module("beside_the_start")
-    settings = config(data={"reward_funcs": ["beside_the_start:correct"]})
-    found = hashes_of_modules(settings, ["module __main__", "module __mp_main__"])
-    assert found.keys() == {"module beside_the_start"}
-
-
 CHANGES = {
     "added_tokens": lambda old: [*old[:-1], {**old[-1], "lstrip": True}],
     "decoder": lambda _: {"type": "Fuse"},
@@ -516,28 +450,6 @@ def test_a_folder_with_other_files_is_fine(tmp_path):
 def test_without_output_dir_the_folder_is_named_after_recipe_and_time():
     folder = folder_of(load_recipe("mixed"))
     assert re.fullmatch(r"runs/mixed-\d{8}-\d{6}", folder.as_posix())
-
-
-def test_a_template_that_reads_the_clock_reads_that_of_the_checkpoint_in_a_resumed_run(tmp_path):
-    made = tiny_tokenizer()
-    made.chat_template = "{{ strftime_now('%H:%M:%S') }}" + made.chat_template
-    made.save_pretrained(tmp_path / "model")
-    tiny_model(made, 0).save_pretrained(tmp_path / "model")
-    settings = {"model": {"model": str(tmp_path / "model")}, "warm_start": {"steps": 0}}
-    begun = prepare(config(**settings), clock=held_clock(datetime(2026, 7, 4, 9, 5, 7)))
-    first = begun.held_out["airline"][0]
-    ids = begun.prompt_ids("airline", first)
-    assert made.decode(ids).startswith("09:05:07<|im_start|>system")
-    state = TrainState().state_dict()
-    folder = tmp_path / "out" / "checkpoints"
-    path = save(folder, "step-000001", tiny_model(made, 0), begun.tokenizer, state)
-    run = {"output_dir": tmp_path / "out", "resume_from_checkpoint": "latest"}
-    later = held_clock(datetime(2027, 1, 1))
-    resumed = prepare(config(**settings, run=run), clock=later)
-    assert resumed.prompt_ids("airline", first) == ids
-    assert resumed.made_of == begun.made_of
-    of_checkpoint = prepare(config(model={"model": str(path)}, warm_start={"steps": 0}))
-    assert of_checkpoint.prompt_ids("airline", first) == ids
 
 
 def test_a_policy_that_no_prompt_shows_is_a_warning(tmp_path):

@@ -212,18 +212,6 @@ def test_ranks_that_do_not_meet_are_told_what_to_try(alone, monkeypatch, capsys)
     assert f"doctor: broken: connection; not checked: {left} (after 0 s)" in said
 
 
-def test_the_deadline_of_the_ranks_is_that_of_a_check_or_of_the_run_where_that_is_shorter(alone):
-    deadlines = []
-
-    def note(config):
-        deadlines.append(config.run.timeout)
-        raise RuntimeError("nobody is there")
-
-    for timeout in (600, 7):
-        doctor.main(Config.model_validate({"run": {"timeout": timeout, "doctor": True}}), note)
-    assert deadlines == [30, 7]
-
-
 def test_gpus_are_told_what_nccl_listens_to(monkeypatch):
     monkeypatch.setattr(doctor, "on_gpu", lambda: True)
     for name in ("DEBUG=INFO", "SOCKET_IFNAME=eth0", "IB_DISABLE=1", "P2P_DISABLE=1"):

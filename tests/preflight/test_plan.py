@@ -117,22 +117,6 @@ def test_only_the_experts_that_a_token_uses_compute(shape, active, monkeypatch):
     assert plan.bytes_sent(there) == 4 * 30_532_122_624  # all of them have gradients
 
 
-@pytest.mark.parametrize(
-    ("shard", "weights", "gradients", "moments"),
-    [
-        ("none", 2_234_112, 2_234_112, 4_468_224),
-        ("optimizer", 2_234_112, 2_234_112, 2_234_112),
-        ("full", 1_117_056, 1_117_056, 2_234_112),
-    ],
-)
-def test_the_memory_of_two_ranks(shard, weights, gradients, moments):
-    alone = Memory(parse(FEW), tokenizer())
-    terms = alone.on(2, shard).terms()
-    found = [terms[name] for name in ("weights (fp32)", "gradients", "moments of AdamW")]
-    assert found == [weights, gradients, moments]
-    assert (alone.num_ranks, alone.config.grpo.shard) == (1, "none")  # not changed
-
-
 # On real ranks
 
 
