@@ -61,12 +61,6 @@ def test_an_entry_of_environments_wins(install):
     assert environments("mine", "--environments", "{mine: my_module:Own}") == given
 
 
-def test_the_package_plays_also_where_tasks_and_reward_functions_are_given(install):
-    install("mine_pkg", "mine = mine_pkg:Mine")
-    flags = ("--tasks", "{mine: FILE}", "--reward-funcs", "my_rewards:correct")
-    assert environments("mine", *flags) == {"mine": "mine_pkg:Mine"}
-
-
 @pytest.mark.parametrize(
     ("typed", "meant"), [("cloakrom", "cloakroom"), ("airlin", "airline"), ("cellar", "")]
 )

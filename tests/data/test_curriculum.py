@@ -13,9 +13,7 @@ from pipeline.data.curriculum import (
     mixtures,
     on_plateau,
     one_after_another,
-    quota,
     replacement_tasks,
-    split,
     tasks_of_step,
 )
 from tests.support.helpers import make_task
@@ -91,22 +89,6 @@ def test_all_steps_and_all_groups_are_handed_out(curriculum):
                 for stage in stages:
                     assert sum(stage.groups.values()) == tasks_per_step
                     assert min(stage.groups.values()) > 0
-
-
-def test_whole_numbers_follow_the_weights_by_largest_remainders():
-    assert split(24, [0.15, 0.15, 0.7]) == [4, 3, 17]
-    assert split(10, [1, 1, 1]) == [4, 3, 3]
-    assert split(0, [1, 2]) == [0, 0]
-    assert split(7, [2]) == [7]
-
-
-def test_a_quota_follows_its_shares_at_every_length():
-    assert quota({"a": 0.5, "b": 0.25, "c": 0.25}, 8) == list("abcaabca")
-    for length in range(1, 60):
-        counts = Counter(quota({"a": 0.6, "b": 0.3, "c": 0.1}, length))
-        assert all(
-            abs(counts[k] - length * s) < 1 for k, s in {"a": 0.6, "b": 0.3, "c": 0.1}.items()
-        )
 
 
 # The tasks of a step

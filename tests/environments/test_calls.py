@@ -20,7 +20,6 @@ from pipeline.environments import calls
 from pipeline.environments.calls import Calls, awaited, guarded, run
 from pipeline.environments.faults import CallTimeout, EnvironmentFault
 from tests.support import ROOT
-from tests.support.messages import says
 
 LONG_S = 60  # what is expected comes much sooner
 SHORT_S = 0.2  # the deadline where nothing but the call that hangs has to be faster
@@ -70,37 +69,6 @@ def test_no_alarm_reaches_code_after_its_call():
         with pytest.raises(EnvironmentFault, match="CallTimeout"):
             guarded("look", seconds, lambda seconds=seconds: time.sleep(seconds))
     assert signal.getitimer(signal.ITIMER_REAL)[1] != calls.REPEAT_S
-
-
-def test_a_call_that_sets_alarms_of_its_own_leaves_the_next_one_its_deadline(never):
-    def own_alarm():
-        signal.signal(signal.SIGALRM, signal.SIG_DFL)  # whose action is to end the process
-        signal.alarm(0)
-
-    guarded("look", LONG_S, own_alarm)
-    with pytest.raises(EnvironmentFault, match="CallTimeout"):
-        guarded("look", SHORT_S, never.wait)
-
-
-def in_thread(function):
-    """What `function` returns, or the exception that it raises, in another thread."""
-    found = []
-
-    def run():
-        try:
-            found.append(function())
-        except BaseException as error:
-            found.append(error)
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    thread.join(LONG_S)
-    return found[0]
-
-
-def test_a_late_call_of_another_thread_is_told_late():
-    fault = in_thread(lambda: guarded("look", 0.05, lambda: time.sleep(0.1)))
-    says(str(fault), "CallTimeout: look ", " 0.05 s")
 
 
 class Unspeakable(Exception):

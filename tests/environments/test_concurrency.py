@@ -10,7 +10,6 @@ from threading import Barrier, current_thread
 import pytest
 
 from pipeline.config.settings import RolloutSettings
-from pipeline.environments.tools import may_wait
 from pipeline.rollout.rollout import RolloutRequest
 from tests.support.helpers import (
     Desk,
@@ -143,26 +142,6 @@ def test_the_passes_of_a_deterministic_rollout_do_not_depend_on_waiting_times():
         requests = [RolloutRequest(task=make_task(), trial=n, key=n) for n in range(3)]
         rollout_of(sampler, chat(), environments, LIMITS, deterministic=True)(requests)
     assert passes == [[[0, 1, 2]] * 2] * 2
-
-
-def test_what_does_not_wait_stays_in_the_thread_of_the_rollout():
-    threads = []
-
-    class Here(Desk):
-        wait = None
-
-        def look(self, item: str) -> str:
-            """Look an item up.
-
-            Args:
-                item: Its name.
-            """
-            threads.append(current_thread())
-            return item
-
-    assert may_wait(Desk) and not may_wait(Here)
-    play({"desk": Here}, [("desk", [call("look", item="lamp"), say("done")])])
-    assert threads == [current_thread()]
 
 
 def test_get_reward_may_belong_to_the_instance():

@@ -80,21 +80,25 @@ class SyncDesk(Desk):
 # Episodes
 
 
-class Hanging(SyncDesk):
-    """Hangs where its payload says."""
+class Troubled(SyncDesk):
+    """Hangs, is down or breaks where its payload says."""
 
     never: threading.Event
 
     def __init__(self):
-        self.user = SimpleNamespace(reply=lambda message: self._hang("reply"))
+        self.user = SimpleNamespace(reply=lambda message: self._meet("reply"))
 
-    def _hang(self, where):
+    def _meet(self, where):
         if self._payload.get("hangs") == where:
             self.never.wait()
+        if self._payload.get("down") == where:
+            raise Outage("no connection")
+        if self._payload.get("breaks") == where:
+            raise OSError("no connection")
 
     def reset(self, **row):
         addition = super().reset(**row)
-        self._hang("reset")
+        self._meet("reset")
         return addition
 
     def look(self, item: str) -> str:
@@ -103,28 +107,28 @@ class Hanging(SyncDesk):
         Args:
             item: Its name.
         """
-        self._hang("look")
+        self._meet("look")
         return item
 
     def get_reward(self) -> float:
-        self._hang("get_reward")
+        self._meet("get_reward")
         return super().get_reward()
 
 
-class HangingBeside(Hanging):
+class TroubledBeside(Troubled):
     concurrent = True
 
 
-class HangingAsync(Hanging):
-    """The same, but the event loop could go on."""
+class HangingAsync(Troubled):
+    """Hangs as well, but the event loop could go on."""
 
-    async def _hang(self, where):
+    async def _meet(self, where):
         if self._payload.get("hangs") == where:
             await asyncio.Event().wait()
 
     async def reset(self, **row):
         addition = Desk.reset(self, **row)
-        await self._hang("reset")
+        await self._meet("reset")
         return addition
 
     async def look(self, item: str) -> str:
@@ -133,19 +137,19 @@ class HangingAsync(Hanging):
         Args:
             item: Its name.
         """
-        await self._hang("look")
+        await self._meet("look")
         return item
 
     async def get_reward(self) -> float:
-        await self._hang("get_reward")
+        await self._meet("get_reward")
         return Desk.get_reward(self)
 
 
-@pytest.mark.parametrize("environment", [Hanging, HangingBeside, HangingAsync])
+@pytest.mark.parametrize("environment", [Troubled, TroubledBeside, HangingAsync])
 def test_an_episode_whose_call_hangs_ends_with_reward_0_and_is_kept(
     environment, never, monkeypatch
 ):
-    monkeypatch.setattr(Hanging, "never", never, raising=False)
+    monkeypatch.setattr(Troubled, "never", never, raising=False)
     places = ("reset", "look", "reply", "get_reward")
     script = [call("look", item="lamp"), say("done")]
     # A domain each: hanging in a row is another test.
@@ -216,7 +220,7 @@ def test_the_first_failure_of_each_call_is_told_at_once_with_its_line(capsys):
         ("shop", {"breaks": "reset"}, []),
         ("shop", {"breaks": "reset"}, []),
     ]
-    play({"desk": type("Both", (Breaking, Unplugged), {}), "shop": Unplugged}, scripts)
+    play({"desk": type("Both", (Breaking, Troubled), {}), "shop": Troubled}, scripts)
     lines = capsys.readouterr().err.splitlines()
     assert sorted(re.sub(r"line \d+", "line N", line) for line in lines) == [
         "warning: desk: crash failed on task t0: KeyError: 'drawer' "
@@ -273,41 +277,7 @@ def test_a_reward_that_is_no_finite_number_is_the_environments_fault(returned, r
     assert (trajectory.stop_reason is StopReason.ENVIRONMENT_ERROR) == bool(error)
 
 
-class Unplugged(SyncDesk):
-    """Says of a service that it is down, where its payload says."""
-
-    def __init__(self):
-        self.user = SimpleNamespace(reply=lambda message: self._need("reply"))
-
-    def _need(self, where):
-        if self._payload.get("down") == where:
-            raise Outage("no connection")
-        if self._payload.get("breaks") == where:
-            raise OSError("no connection")
-
-    def reset(self, **row):
-        super().reset(**row)
-        self._need("reset")
-
-    def look(self, item: str) -> str:
-        """Look an item up.
-
-        Args:
-            item: Its name.
-        """
-        self._need("look")
-        return item
-
-    def get_reward(self) -> float:
-        self._need("get_reward")
-        return super().get_reward()
-
-
-class UnpluggedBeside(Unplugged):
-    concurrent = True
-
-
-class UnpluggedTogether(Unplugged):
+class DownTogether(Troubled):
     async def look(self, item: str) -> str:
         """Look an item up.
 
@@ -319,10 +289,10 @@ class UnpluggedTogether(Unplugged):
         return item
 
     async def _ask(self):
-        self._need("look")
+        self._meet("look")
 
 
-@pytest.mark.parametrize("environment", [Unplugged, UnpluggedBeside, UnpluggedTogether])
+@pytest.mark.parametrize("environment", [Troubled, TroubledBeside, DownTogether])
 def test_only_what_the_policys_own_calls_bring_about_is_held_against_it(environment):
     places = ("reset", "look", "reply", "get_reward")
     script = [call("look", item="lamp"), say("done")]
@@ -375,21 +345,6 @@ class Shy(SyncDesk):
         raise RuntimeError("nobody is there")
 
 
-class Undecided(SyncDesk):
-    @property
-    def done(self):
-        raise RuntimeError("done or not")
-
-
-class Sealed(SyncDesk):
-    __slots__ = ()
-
-    def __setattr__(self, name, value):
-        if name == "final_message" and value:
-            raise AttributeError("sealed")
-        super().__setattr__(name, value)
-
-
 class Unmade(SyncDesk):
     def __init__(self):
         raise OSError("no room for a desk")
@@ -399,8 +354,6 @@ class Unmade(SyncDesk):
     ("environment", "error"),
     [
         (Shy, RuntimeError("nobody is there")),
-        (Undecided, RuntimeError("done or not")),
-        (Sealed, AttributeError("sealed")),
         (Unmade, OSError("no room for a desk")),
     ],
 )
@@ -410,9 +363,7 @@ def test_attributes_and_constructors_that_raise_are_faults_as_well(environment, 
     kind = type(error).__name__
     raised = re.escape(f'raise {kind}("{error}")')
     said = rf"{kind}: {error} \(test_environment_faults\.py, line \d+: {raised}\)"
-    assert trajectory.reward == 0.0 and re.fullmatch(said, trajectory.error)
-    own_call = environment in (Undecided, Sealed)
-    assert bool(trajectory.left_out) is not own_call
+    assert trajectory.left_out and re.fullmatch(said, trajectory.error)
 
 
 def test_a_domain_that_hangs_again_and_again_is_not_called_any_more(never):

@@ -117,16 +117,6 @@ def test_a_tool_that_raises_is_shown_to_the_model_and_done_ends_the_episode():
     assert (played.stop_reason, played.reward) == (StopReason.COMPLETED, 1.0)
 
 
-def test_an_error_of_a_tool_is_no_failure_of_the_environment():
-    config = config_of({"total": f"{FORMS}:Total"}, reward_funcs=HITS[:1])
-    task = make_task(domain="total", columns='{"target": 3}')
-    script = [call("add", numbers=[101]), call("add", numbers=[3]), say("3")]
-    (played,) = episodes(config, [task], script, group=1)
-    assert replies(played) == ['{"error": "More than 100."}', "3"]
-    assert (played.stop_reason, played.error, played.left_out) == (StopReason.COMPLETED, "", "")
-    assert played.reward == 1.0
-
-
 def test_a_tool_result_that_is_too_long_is_one_warning(capsys):
     config = config_of({"own": f"{FORMS}:Safe"}, {**LIMITS, "max_tool_result_tokens": 9})
     script = [call("turn", number=0), call("turn", number=0), say("no")]

@@ -40,15 +40,6 @@ def test_a_demonstration_that_breaks_the_policy_quotes_the_rule_that_it_follows(
     assert broken > 15
 
 
-def test_only_the_first_decision_counts_and_another_order_has_no_state():
-    environment = ReturnsEnvironment()
-    environment.reset(**TASKS[0].row())
-    assert environment.get_reward() == 0.0
-    assert environment.get_order("R0") == {"state": "no such order"}
-    getattr(environment, TASKS[0].branch)()
-    assert environment.done and environment.get_reward() == 1.0
-
-
 @pytest.mark.parametrize("split", ["train", "validation"])
 def test_splits_share_no_order(split):
     def orders(tasks):

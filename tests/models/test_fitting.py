@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.common.layout import is_toy
 from pipeline.config.cli import parse
 from pipeline.models import fitting
 from pipeline.models.fitting import FULL, FULL_SMALL, LORA, LORA_SMALL, TOY, fitted
@@ -95,25 +94,6 @@ def test_a_pretrained_model_takes_its_own_recipe(tmp_path):
     assert parse(["--model", "Qwen/Qwen3-4B"]).recipe == "pretrained"
     assert parse(["--model", small, "--config", "mixed"]).recipe == "mixed"
     assert parse([]).recipe == parse(["--model", "tiny"]).recipe == "three_domain_tiny"
-
-
-def test_a_toy_is_small_or_rests_on_a_small_model(tmp_path):
-    small, toy = folder_of(tmp_path / "s", SMOL), folder_of(tmp_path / "t", SMOL, 2 << 20)
-    assert [is_toy(name) for name in ("tiny", toy, small, "no/hub-id")] == [
-        True,
-        True,
-        False,
-        False,
-    ]
-    adapters = tmp_path / "adapters"
-    for base in (small, toy):
-        adapters.mkdir(exist_ok=True)
-        (adapters / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": base}))
-        assert is_toy(str(adapters)) == (base == toy)
-    run = tmp_path / "run" / "checkpoints"
-    run.mkdir(parents=True)
-    Path(small).rename(run / "step-000001")
-    assert not is_toy(str(tmp_path / "run"))
 
 
 @pytest.mark.parametrize(("rate", "part"), [("1e-8", "30,000"), ("2e-6", "150"), ("1e-5", "")])

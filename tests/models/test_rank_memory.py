@@ -7,7 +7,6 @@ from pipeline.config.settings import Config
 from pipeline.models.loading import empty_model
 from pipeline.models.rank_memory import (
     bytes_per_token,
-    cost_of_a_pair,
     memory_of_rank,
     token_budget,
 )
@@ -37,7 +36,3 @@ def test_the_budget_is_a_group_of_full_length_or_what_memory_holds_but_an_episod
 def test_the_tiny_recipe_keeps_its_micro_batches():
     model, memory = tiny_model(tokenizer(), 0), memory_of_rank()
     assert token_budget(Config(), model, memory) == 2048
-
-
-def test_at_12000_tokens_attention_costs_as_much_as_the_layers_of_a_token(qwen):
-    assert 12_000 * cost_of_a_pair(qwen[1]) == pytest.approx(0.974, abs=1e-3)

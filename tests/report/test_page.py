@@ -166,25 +166,6 @@ def turned_folder(tmp_path_factory):
     return folder
 
 
-def test_text_of_the_other_direction_moves_nothing_beside_it(turned_folder, browser):
-    page = Page(browser, (turned_folder / "report.html").as_uri())
-    seen = page.script("return document.body.innerText") + "".join(page.texts("option, h1, title"))
-    assert not re.search("[\u202a-\u202e\u2066\u2067\x1b]", seen)
-    shown = "אבג 12\\u202e34\\u2066 \\u001b[2J"
-    assert seen.count(shown) > 6
-    assert f"\u2068{shown}/paid\u2069 (1)" in page.texts("#family option")
-    style = "return getComputedStyle(document.querySelector(arguments[0])).unicodeBidi"
-    kinds = {at: page.script(style, at) for at in (".text", ".call", "td.words", "bdi", "code")}
-    assert kinds == {
-        **{".text": "plaintext", ".call": "plaintext", "td.words": "plaintext"},
-        **{"bdi": "isolate", "code": "isolate"},
-    }
-    # The heading's parts stand in order, though two of them begin with Hebrew.
-    at = "(part) => [part.offsetTop, part.offsetLeft]"
-    found = page.script(f"return [...document.querySelectorAll('#group h3 bdi')].map({at})")
-    assert len(found) == 6 and found == sorted(found)
-
-
 def test_the_files_of_a_report_hold_no_control_characters(turned_folder):
     for name in ("report.md", "report.html"):
         text = (turned_folder / name).read_text(encoding="utf-8")

@@ -327,15 +327,6 @@ def test_the_report_says_what_failed_and_what_became_worse(tmp_path, without_pic
     )
 
 
-def test_the_terminal_shows_transfer_after_more_than_one_stage(sequential):
-    run = load_run(sequential)
-    value, low, high = run.transfer["metrics"]["backward_transfer"]
-    lines = final_table({**run.results, "transfer": run.transfer}).splitlines()
-    assert lines[-4].startswith("new-domain gain    +0.17 [")
-    assert lines[-3] == f"backward transfer  {value:+.2f} [{low:+.2f}, {high:+.2f}]"
-    assert lines[-1].startswith("forgetting         -0.12 [")
-
-
 def test_the_terminal_shows_pass_hat_1_to_4_where_tasks_have_4_trials():
     evaluations = [evaluation("start", 0, {"retail": 0.5})]
     rates = {f"pass^{k}": [[0.5 / k, 0.25 / k, 0.75 / k]] for k in (1, 2, 3, 4)}

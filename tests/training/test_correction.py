@@ -169,13 +169,6 @@ def step(gap, ratio, lines, corrects=True, **grpo):
     return statistics
 
 
-@pytest.mark.parametrize("corrects", [True, False])
-def test_a_step_tells_which_update_is_its_last_and_keeps_the_gap_of_the_first(corrects):
-    statistics = step(0.25, 1.0, [], corrects)
-    assert statistics[f"{GAP}mean"] == 0.25
-    assert statistics.get(f"{RATIO}mean") == (1.0 if corrects else None)
-
-
 NAN = float("nan")
 FAR = "train/sampling_logp_difference_mean is {} and above max_sampling_logp_difference {}"
 SPOILT = "train/importance_sampling_ratio_mean is {} and about 1 is right"

@@ -6,8 +6,6 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from pipeline.common.errors import UserError
 from pipeline.config.cli import parse
-from pipeline.models import memory
-from pipeline.models.capabilities import attention_size
 from pipeline.models.model_checks import check_positions
 from pipeline.preflight import check
 from pipeline.rollout.samplers import own as row_cache
@@ -138,20 +136,6 @@ def test_a_model_without_the_attention_implementation_is_refused_with_the_remedy
         check.main(parse(["--model", folder, *FEW]))
 
 
-LAYERS_OF_OWN = {  # whose global heads are wider
-    **{"num_key_value_heads": 1, "head_dim": 8, "global_head_dim": 16, "sliding_window": 8},
-    **{"layer_types": ["sliding_attention", "full_attention"]},
-    **{"hidden_size_per_layer_input": 4, "vocab_size_per_layer_input": 64},
-}
-
-
-def test_layers_that_differ_in_their_heads_are_tried_and_counted():
-    model = model_of("gemma4_text", **LAYERS_OF_OWN)
-    trial(model)
-    assert memory._cached_per_token(model.config) == 2 * 16
-    assert attention_size(model.config) == 4 * 16
-
-
 def test_check_and_a_run_tell_what_the_trial_found(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
     folder = saved(tmp_path, model_of("qwen3", head_dim=8, max_position_embeddings=32))
@@ -169,9 +153,3 @@ def test_a_model_that_mixes_joined_sequences_up_is_refused():
     model.model.forward = lambda *ids, position_ids=None, **rest: decoder(*ids, **rest)
     with pytest.raises(UserError, match=r"training differ by .*; set padding_free false or use"):
         trial(model, "--padding-free", "--no-share-prefixes")
-
-
-def test_a_model_that_scales_its_logits_is_refused():
-    model = model_of("gemma3_text", final_logit_softcapping=2.0, head_dim=8)
-    with pytest.raises(UserError, match="got Gemma3ForCausalLM, whose logits are not those of"):
-        trial(model)

@@ -28,25 +28,6 @@ def flat(model):
     return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
 
 
-def test_an_update_moves_the_parameters_and_reports_it():
-    model = small_model()
-    rows, advantages = make_episodes(16)
-    statistics = updater_of(model).update_policy(rows, advantages, 1e-3)
-    assert float((flat(model) - flat(small_model())).abs().max()) == pytest.approx(1e-3, rel=0.01)
-    assert statistics["train/learning_rate"] == 1e-3
-    assert statistics["train/trained_episodes"] == 16
-    assert statistics["train/entropy"] > 0 and statistics["train/grad_norm"] > 0
-    assert 0 <= statistics["train/clip_ratio"] < 0.5
-    assert statistics["train/loss"] == statistics["train/policy_loss"]
-    assert (
-        0
-        < statistics["train/sampling_logp_difference_mean"]
-        < statistics["train/sampling_logp_difference_max"]
-        < 1
-    )
-    assert "train/kl" not in statistics
-
-
 def test_different_advantages_teach_and_equal_rewards_do_not():
     rows, _ = make_episodes(8)
     model = small_model()

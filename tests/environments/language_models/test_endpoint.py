@@ -173,15 +173,6 @@ def test_an_endpoint_that_comes_back_goes_on(pauses):
         assert client()["content"] == "Yes."
 
 
-@pytest.mark.parametrize("usage", ["many", [], {"total_tokens": "7"}, {"total_tokens": -1}])
-def test_a_count_of_tokens_that_is_none_leaves_the_answer_as_it_is(server, usage):
-    reply = {"choices": [{"message": {"content": "Yes, all."}}], "usage": usage}
-    server.faults = [json.dumps(reply)]
-    client = Client(server.url)
-    assert client()["content"] == "Yes, all."
-    assert (len(server.bodies), [count for _, count in client.paid]) == (1, [0])
-
-
 def test_a_slow_answer_ends_at_a_deadline(server):
     server.faults = [Event(), Event()]
     late = list(server.faults)

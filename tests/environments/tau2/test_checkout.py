@@ -62,11 +62,6 @@ def test_the_commit_is_noted(miniature):
     assert len(commit) == 40
     next(miniature.glob("src/**/shop.py")).write_text("# other rules")
     assert Checkout(miniature, "airline").commit == f"{commit} with local changes"
-    inside = miniature / "inside"  # a folder of another repository
-    inside.mkdir()
-    for name in ("data", "src"):
-        (miniature / name).rename(inside / name)
-    assert Checkout(inside, "airline").commit == "unknown"
 
 
 def test_databases_on_which_gold_calls_fail_are_refused(checkout_path):
@@ -79,12 +74,6 @@ def test_databases_on_which_gold_calls_fail_are_refused(checkout_path):
 
     with pytest.raises(UserError, match=r"airline: db.json or tasks.json are cut off or changed"):
         _refuse_incomplete(airline.generate_tasks, Without, [])
-
-
-def test_the_hash_of_the_data_changes_with_a_file(miniature):
-    before = Checkout(miniature, "airline").data_hash
-    (miniature / DATA / "policy.md").write_text("Another policy.")
-    assert Checkout(miniature, "airline").data_hash != before
 
 
 def test_results_say_commit_data_and_reward(domain):

@@ -135,16 +135,6 @@ def test_no_episode_changes_what_all_episodes_share(domain, maker, checkout_path
 
 
 @pytest.mark.parametrize("domain", ["telecom"], indirect=True)
-def test_every_episode_has_its_own_vpn(domain, maker):
-    broken = next(task for task in maker.tasks if "bad_vpn" in task)
-    whole = next(task for task in maker.tasks if "bad_vpn" not in task)
-    started(domain, broken)
-    answer, is_error = started(domain, whole).call("connect_vpn", {})
-    assert not is_error
-    assert "poor" not in answer.lower()
-
-
-@pytest.mark.parametrize("domain", ["telecom"], indirect=True)
 def test_calls_in_the_message_of_done_do_not_take_place(domain, maker):
     task = next(iter(maker.tasks))
     calls = maker.gold(task)

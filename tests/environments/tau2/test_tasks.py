@@ -105,17 +105,6 @@ def test_a_ticket_has_the_consent_that_its_scenario_has(checkout_path):
     assert all(ticket.startswith(without) for ticket, without in zip(agreed, bare, strict=True))
 
 
-def test_a_ticket_of_the_shops_is_the_scenario(checkout_path):
-    airline = tau2_domain(str(checkout_path), "airline")
-    task = airline.generate_tasks(0, 1, "test", "medium")[0]
-    instructions = airline.environment.world.checkout.tasks[task.id]["user_scenario"][
-        "instructions"
-    ]
-    ticket = task.prompt[1]["content"]
-    assert ticket.startswith("Why the customer writes: ")
-    assert instructions["task_instructions"].strip(" .\n") in ticket
-
-
 @pytest.mark.skipif(SOURCE == "miniature", reason="the miniature has none of the phone's checks")
 def test_the_expert_solves_every_task_and_flawed_demonstrations_do_not(checkout_path):
     telecom = tau2_domain(str(checkout_path), "telecom")

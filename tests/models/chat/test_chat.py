@@ -245,14 +245,6 @@ def test_a_malformed_call_is_a_finding_and_never_an_exception(text):
         assert parsed.message() == say(text)
 
 
-def test_the_reasons_for_a_malformed_call_say_what_is_wrong():
-    assert parse_hermes("<tool_call>{").malformed.startswith("not JSON: Expecting property name")
-    assert parse_hermes("a</tool_call>").malformed == "</tool_call> without <tool_call>"
-    assert parse_hermes(CALL + "x").malformed == "a call must be closed, and nothing may follow it"
-    no_name = "a call needs a name and an object of arguments"
-    assert [parsed.malformed for parsed in parse("<tool_call>{}</tool_call>")] == [no_name] * 2
-
-
 def test_thinking_is_no_content():
     assert parse_hermes("<think>\n<tool_call>?\n</think>\n\n" + CALL) == Parsed(
         content="", calls=[FOUND]
@@ -546,15 +538,3 @@ def test_the_clock_of_a_template_stands_still_also_in_a_loaded_checkpoint(tmp_pa
     later = Chat(loaded, clock=held_clock(datetime(2027, 1, 1)), tool_call_format="hermes")
     assert later.tokenizer.chat_template == made.tokenizer.chat_template
     assert later.prompt_ids(ASKED, TOOLS) == made.prompt_ids(ASKED, TOOLS)
-
-
-def test_a_description_of_a_tool_is_its_first_sentence_or_paragraph_on_one_line():
-    made = Chat(other_tokenizer(IGNORANT["tools"].replace(*WHOLE_SYSTEM)))
-    told = {
-        "Ask: check, pay,\n    or try.\n\n    Slow.": "Ask: check, pay, or try.",
-        "\nFind it, e.g. by name. Fast.\nMore.": "Find it, e.g. by name. Fast.",
-        "Find it": "Find it",
-    }
-    tools = [tool("f", description) for description in told]
-    lines = made.tokenizer.decode(made.prompt_ids(ASKED, tools)).splitlines()
-    assert [line[5:] for line in lines if line.startswith("f(): ")] == [*told.values()]

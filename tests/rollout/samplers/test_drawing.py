@@ -120,14 +120,6 @@ def test_greedy_and_the_single_most_likely_token_are_the_first_of_the_largest():
     assert sample_tokens(logprobs, *places, False, 1).tolist() == largest
 
 
-def test_logprobs_are_those_at_the_temperature_in_float32():
-    logits = torch.tensor([[0.0, 1.0, 2.0]], dtype=torch.bfloat16)
-    logprobs = logprobs_of(logits, 0.5)
-    assert logprobs.dtype == torch.float32
-    shares = np.exp([0.0, 2.0, 4.0]) / np.exp([0.0, 2.0, 4.0]).sum()
-    assert np.allclose(logprobs.exp()[0], shares, rtol=0, atol=1e-7)
-
-
 def test_the_settings_are_trls():
     theirs = {field.name: field.default for field in dataclasses.fields(trl.GRPOConfig)}
     ours = RolloutSettings()

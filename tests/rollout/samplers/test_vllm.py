@@ -15,19 +15,16 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, MixtralConfig, Qwen3MoeConfig
 
 from pipeline.common.errors import EngineError, RunError, UserError
-from pipeline.config.settings import Config, ModelSettings, RolloutSettings
+from pipeline.config.settings import ModelSettings, RolloutSettings
 from pipeline.distributed.connect import be_deterministic
-from pipeline.distributed.ranks import Ranks
 from pipeline.models import lora
 from pipeline.models.sampling_copy import trained_weights
 from pipeline.models.tiny import tiny_model
 from pipeline.rollout.samplers import vllm as vllm_sampler
 from pipeline.rollout.samplers.choice import make_sampler
 from pipeline.rollout.samplers.vllm import VLLMSampler
-from pipeline.rollout.trajectory import Trajectory
 from pipeline.training.learner import Probe
 from pipeline.training.token_logprobs import TokenLogprobs
-from pipeline.training.updater import Updater
 from tests.support import ROOT
 from tests.support.helpers import chat, tokenizer
 from tests.support.messages import says
@@ -177,31 +174,6 @@ def test_top_p_and_top_k_leave_the_likeliest_at_the_sampling_temperature():
     drawn = [message(sampler, key, 1).ids[0] for key in range(60)]
     assert 1 < len(left) < 150 and {*drawn} <= {*left}
     assert len({*drawn}) > 20
-
-
-@pytest.mark.parametrize(
-    "mode", ["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
-)
-@pytest.mark.parametrize("given", [{"top_p": 0.6}, {"top_k": 3, "temperature": 1.7}], ids=str)
-def test_with_equal_weights_the_correction_changes_no_gradient(given, mode):
-    model, sampler = made(**given)
-    rows = [Trajectory(domain="", task_id="", prompt_ids=PROMPT) for _ in range(4)]
-    for key, row in enumerate(rows):
-        said = message(sampler, key, 24)
-        row.append(said.ids, said.logprobs)
-    found = []
-    for corrects in (True, False):
-        grpo = {"vllm_importance_sampling_mode": mode, "max_tokens_per_microbatch": 4096}
-        grpo["vllm_importance_sampling_correction"] = corrects
-        config = Config.model_validate({"grpo": grpo, "rollout": {"sampler": "vllm", **given}})
-        module = TokenLogprobs(model, config.rollout.temperature)
-        updater = Updater(Accelerator(), module, Ranks(0, 1, 60), config, 0)
-        found.append(updater.update_policy(rows, [1.0, -1.0, 0.5, -0.5], learning_rate=0.0))
-    corrected, plain = found
-    name = "train/importance_sampling_ratio_"
-    for kind in ("min", "mean", "max"):
-        assert corrected[name + kind] == pytest.approx(1, abs=1e-3)
-    assert corrected["train/grad_norm"] == pytest.approx(plain["train/grad_norm"], rel=1e-3)
 
 
 # Weights
