@@ -478,14 +478,6 @@ def test_the_correction_has_trls_names_and_defaults():
     assert line == "vllm_memory: has no effect without sampler vllm"
 
 
-def test_a_kl_probe_that_no_validation_measures_is_named():
-    without = ["--validation-steps", "0"]
-    (line,) = left_out(parse(without))
-    assert line.startswith("kl_probe_tasks: got 16, but the KL of learned domains is measured in ")
-    for quiet in (["--kl-probe-tasks", "0"], ["--domains", "airline"], ["--no-grpo"]):
-        assert not any("kl_probe" in line for line in left_out(parse([*without, *quiet])))
-
-
 @pytest.mark.parametrize(
     ("section", "name"), [("tracking", "report_to"), ("data", "reward_funcs"), ("run", "profile")]
 )

@@ -130,54 +130,6 @@ def test_what_is_wrong_with_a_task_is_named_with_its_place(write, row, words):
     says(refusal(write("tasks.jsonl", row)), "tasks.jsonl, line 1", *words)
 
 
-@pytest.mark.parametrize(
-    ("name", "lines", "words"),
-    [
-        ("tasks.jsonl", ["", ROW, "", {**ROW, "id": 5}], ("line 4: id: got 5", "non-empty string")),
-        ("tasks.jsonl", [ROW, '{"id": "b", '], ("line 2", "not JSON", "mend the line")),
-        ("tasks.json", ["[", ROW, ROW, "]"], ("line 3", "not JSON", "mend the file")),
-        ("tasks.json", [json.dumps([ROW, {**ROW, "id": 0}])], ("task 2", "id: got 0", "give")),
-        ("tasks.json", [ROW], ("got a dict", "one array")),
-    ],
-)
-def test_what_is_broken_is_named_by_its_line_or_its_place(write, name, lines, words):
-    says(refusal(write(name, *lines)), name, *words)
-
-
-def test_an_id_used_twice_is_refused_with_both_places(write):
-    path = write("tasks.jsonl", ROW, {**ROW, "id": "b"}, ROW)
-    message = refusal(path)
-    assert message.startswith("tasks.jsonl, line 3: task id 'a' was already used at ")
-    assert message.endswith("tasks.jsonl, line 1; give every task its own id")
-
-
-@pytest.mark.parametrize("text", ["", "\n \n", "[]"])
-def test_a_file_without_tasks_is_refused(write, text):
-    says(refusal(write("tasks.jsonl", text)), "tasks.jsonl", "no tasks", "one JSON object per line")
-
-
-def test_a_missing_or_unreadable_file_is_refused(tmp_path):
-    assert refusal(tmp_path / "none.jsonl").startswith(
-        "none.jsonl: cannot be read as a UTF-8 task file ([Errno 2] No such file"
-    )
-    (tmp_path / "latin.jsonl").write_bytes(b'{"id": "\xe9"}')
-    assert refusal(tmp_path / "latin.jsonl").startswith(
-        "latin.jsonl: cannot be read as a UTF-8 task file ('utf-8' codec can't decode byte 0xe9"
-    )
-
-
-def test_tasks_of_a_file_are_sliced_and_gone_through_like_a_list(write):
-    rows = [{**ROW, "id": name} for name in "abcde"]
-    for name, lines in (("tasks.jsonl", rows), ("tasks.json", [json.dumps(rows)])):
-        tasks = load_tasks(write(name, *lines), "bank")
-        assert (len(tasks), tasks[-1].id, tasks[1:4][1].id) == (5, "e", "c")
-        assert [task.id for task in tasks[:2]] == ["a", "b"]
-        assert [task.id for task in tasks[::2][1:]] == ["c", "e"]
-        assert tasks[3] in tasks
-        with pytest.raises(IndexError):
-            tasks[:2][2]
-
-
 def test_line_ends_of_windows_and_wide_characters_do_not_move_a_row(write):
     path = write("tasks.jsonl", {**ROW, "id": "a"}, {**ROW, "id": "ü\u2028\U0001f600"})
     path.write_bytes(path.read_bytes().replace(b"\n", b"\r\n\r\n") + b"\r\n")

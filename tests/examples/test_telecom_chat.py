@@ -7,7 +7,6 @@ import pytest
 from examples import telecom_chat
 from examples.telecom_chat import REQUESTS, WORDINGS, TelecomChatEnvironment, asked_for
 from pipeline.environments.embedded import telecom
-from pipeline.environments.tools import call_tool
 
 
 def tasks(count=120, split="train", difficulty="medium"):
@@ -43,13 +42,6 @@ def test_the_tasks_are_those_of_telecom_under_another_policy():
             assert mine.key == ("telecom_chat", theirs.id)
 
 
-def test_the_policy_names_every_fault_and_its_remedy_in_words_that_are_understood():
-    policy = " ".join(telecom_chat.POLICY.split())
-    for fault, remedy in telecom.REMEDIES.items():
-        words = policy.partition(f"{fault}: ")[2].partition(";")[0]
-        assert asked_for(f"Please {words}.") == [remedy]
-
-
 # What is asked for
 
 
@@ -74,23 +66,6 @@ def test_each_wording_asks_for_its_own_action(action):
         assert asked_for(f"Please {wording}.") == [action]
 
 
-@pytest.mark.parametrize(
-    ("message", "actions"),
-    [
-        ("Please restart the phone and turn off the battery saver.", ["restart", "saver_off"]),
-        ("Turn airplane mode off, then check it.", ["fly_off", "check"]),
-        ("What does the phone show?", ["check"]),
-        ("I need you to reset the APN", ["reset_apn"]),
-        ("Check whether airplane mode is off on your phone.", ["check"]),
-        ("Please check why your phone does not work.", ["check"]),
-        ("Please restart the phone, but never remove the SIM.", ["restart"]),
-        ("Next, restart your device", ["restart"]),
-    ],
-)
-def test_longer_requests_are_understood(message, actions):
-    assert asked_for(message) == actions
-
-
 # The customer
 
 
@@ -107,16 +82,6 @@ def test_the_right_remedy_mends_the_phone_and_every_try_is_kept():
         assert environment._db.device.remedies == [wrong, remedy]
         environment.final_message = "Done."
         assert environment.get_reward() == 0.0
-
-
-def test_a_bill_is_paid_once_it_was_sent():
-    environment = started(task_of("due"))
-    line = json.loads(task_of("due").payload)["goal"]["record"]
-    assert environment.user.reply("Please pay the bill.") == "I have no bill."
-    assert environment._db.lines[line].bill == "due"
-    call_tool(environment, "send_bill", {"line": line})
-    assert environment.user.reply("Would you please settle the bill?") == "I have paid it."
-    assert environment._db.lines[line].bill == "paid"
 
 
 # The reward

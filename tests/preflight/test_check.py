@@ -176,26 +176,6 @@ def test_the_memory_of_the_tiny_recipe_adds_up():
     assert memory.need() == sum(found.values()) - min(37_748_736, activations)
 
 
-def test_the_cache_holds_the_episodes_of_a_step_or_of_an_evaluation_but_no_more_than_the_limit():
-    def episodes(**sections):
-        return terms(**sections)["key-value cache"] / (2 * 3 * 2 * 32 * 4 * 256)
-
-    assert episodes() == 24 * 8
-    assert episodes(data={"eval_tasks_per_domain": 50}) == 3 * 50 * 2
-    assert episodes(data={"eval_tasks_per_domain": 51}, run={"num_gpus": 2}) == 3 * 51
-    assert episodes(rollout={"max_concurrent_episodes": 10}) == 10
-
-
-def test_a_reference_policy_and_less_to_train_change_the_sum():
-    plain = terms()
-    assert terms(grpo={"beta": 0.1})["reference policy"] == plain["weights (fp32)"]
-    evaluation = terms(grpo={"use_grpo": False})
-    assert [*evaluation][1:] == ["weights (fp32)", "logits", "key-value cache"]
-    saving = terms(grpo={"gradient_checkpointing": True})
-    kept = "activations of a micro-batch"
-    assert saving[kept] < plain[kept]
-
-
 def test_adapters_alone_need_gradients_moments_and_a_reference():
     # Rank 16 on seven layers of each block: 16 x (in + out) weights each, in 36 blocks.
     count = 36 * 16 * (2 * (2560 + 4096) + 2 * (2560 + 1024) + 3 * (2560 + 9728))

@@ -23,7 +23,6 @@ from pipeline.commands.folders import export_checkpoint as main
 from pipeline.common.errors import RunError
 from pipeline.config.cli import parse
 from pipeline.config.recipe import dump, load_recipe
-from pipeline.config.rules import left_out
 from pipeline.models import lora
 from pipeline.models.loading import load_folder
 from pipeline.preflight.parts import prepare
@@ -340,12 +339,3 @@ def test_a_run_that_could_not_upload_is_refused_before_it_starts(monkeypatch, fl
     monkeypatch.delenv("HF_TOKEN")
     monkeypatch.delenv("HUGGING_FACE_HUB_TOKEN", raising=False)
     says(refusal(lambda: prepare(parse(flags))), *words)
-
-
-def test_what_has_no_effect_is_told():
-    pushed = ["--push-to-hub", "--hub-model-id", "me/desk", "--keep-best"]
-    assert [line.partition(":")[0] for line in left_out(parse([*pushed, "--no-grpo"]))] == [
-        *("push_to_hub", "keep_best"),
-    ]
-    assert left_out(parse(pushed)) == []
-    assert "without push_to_hub" in left_out(parse(["--hub-model-id", "me/desk"]))[0]

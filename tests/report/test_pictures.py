@@ -72,15 +72,6 @@ def test_pictures_of_any_run_are_whole(tmp_path, stages, domains, validation):
         assert_has_the_colours_of_its_domains(folder / f"{name}.png", len(domains))
 
 
-def test_rewards_of_any_size_have_an_axis(tmp_path):
-    folder = make_run(tmp_path / "run", ("mixed",))
-    pay_any_rewards(folder)
-    names = ("learning_curves", "stage_performance", "accuracy_matrix")
-    draw(folder, *names)
-    for name in names:
-        assert_is_a_whole_picture(folder / f"{name}.png")
-
-
 def test_pictures_are_drawn_whatever_backend_a_notebook_has_named(tmp_path: Path) -> None:
     code = (
         "from pipeline.report.plots import drawing; from matplotlib import pyplot; print('drawn')"

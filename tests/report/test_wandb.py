@@ -24,7 +24,7 @@ from pipeline.config.recipe import dump
 from pipeline.config.settings import Config
 from pipeline.report import wandb as feed
 from pipeline.report.log import RunLog
-from pipeline.report.run_files import COLUMNS, episode_rows, rows_of_step
+from pipeline.report.run_files import COLUMNS, rows_of_step
 from scripts import wandb_dashboard, wandb_sync
 from scripts.proofs.grid import make_trajectory
 from tests.support import ROOT
@@ -337,15 +337,6 @@ def test_the_table_of_a_step_has_whole_groups_on_any_number_of_ranks(tmp_path):
     assert rows_of_step(tmp_path, "airline", 7) == []
 
 
-@pytest.mark.parametrize("mode", ["offline", "disabled"])
-def test_modes_of_wandb_are_its_own(tmp_path, machine, mode):
-    machine.setenv("WANDB_MODE", mode)
-    with RunLog(tmp_path, config(), is_main=True) as log:
-        write(log, START, train(1), times(1))
-    assert len(read_records(tmp_path / "metrics.jsonl")) == 2
-    assert len(list(tmp_path.glob("wandb/offline-run-*/*.wandb"))) == (mode == "offline")
-
-
 # W&B in trouble
 
 
@@ -375,19 +366,6 @@ def test_a_service_that_dies_is_given_up_and_the_next_start_sends_the_rest(tmp_p
     with RunLog(tmp_path, config(), is_main=True, state=state) as log:
         write(log, train(step + 3))
     assert [number for number, _ in server.steps] == list(range(step + 4))
-
-
-def test_a_service_that_hangs_holds_nothing_up(tmp_path, server, machine, capfd):
-    machine.setenv("WANDB_FINISH_TIMEOUT", "0.5")
-    with RunLog(tmp_path, config(), is_main=True) as log:
-        core = service()
-        core.suspend()
-        metrics = {f"train/metric_{i}": i / 64 for i in range(200)}
-        for step in range(1, 300):  # far more than the pipe to it takes
-            write(log, train(step, **metrics))
-    assert len(read_records(tmp_path / "metrics.jsonl")) == 299
-    core.kill()
-    assert "TimeoutError: it did not answer in 0.5 s; the run goes on" in capfd.readouterr().err
 
 
 def test_wandb_that_cannot_start_stops_a_fresh_run_and_no_resumed_one(tmp_path, machine, capfd):
@@ -504,20 +482,6 @@ def test_results_make_no_row_and_their_numbers_are_the_summary(tmp_path, server,
     }
     assert server.summary["plots/learning_curves"]["width"] == 4
     assert server.summary["trajectories"]["nrows"] == 9
-
-
-def test_the_table_holds_few_episodes_of_all_steps(tmp_path):
-    for step in range(1, 101):
-        rewards = {"exact": 1, "format": None}
-        transcript(tmp_path, "airline", step, 16, advantage=0.5, rewards=rewards)
-    found = episode_rows(tmp_path)
-    assert len(found) == 200
-    assert [row[1] for row in found[::40]] == [1, 21, 41, 61, 81]
-    assert [(row[5], row[8]) for row in found[:4]] == [(trial, 0.5) for trial in range(4)]
-    assert found[0] == [
-        *("airline", 1, "airline", "book", "t1", 0, 1.0, "completed", 0.5, "exact 1, format None"),
-        'user: a flight, please\n\nassistant: book({"flight": "F1"})\n\ntool: booked',
-    ]
 
 
 # scripts/wandb_sync.sh

@@ -128,18 +128,6 @@ def test_each_of_several_ends_finishes_a_message_and_a_cut_one_is_not_finished()
         assert not any(token in stops for token in one.ids[:-1])
 
 
-def test_greedy_takes_the_likeliest_whatever_the_key_and_top_k_keeps_few():
-    model, sampler = made(top_k=2, temperature=2.0)
-    greedy = [message(sampler, key, greedy=True) for key in (1, 2)]
-    assert greedy[0].ids == greedy[1].ids
-    with torch.no_grad():
-        ids = PROMPT + greedy[0].ids
-        best = model(torch.tensor([ids])).logits[0].argmax(-1)[len(PROMPT) - 1 : -1]
-    assert best.tolist() == greedy[0].ids
-    firsts = {message(sampler, key, 1).ids[0] for key in range(30)}
-    assert len(firsts) == 2
-
-
 FEWER = [
     {"top_p": 0.6},
     {"top_k": 3},
