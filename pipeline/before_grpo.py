@@ -5,18 +5,20 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from pipeline.checkpoints.resume import base_of_adapters, set_weights
 from pipeline.common.console import may_fail
 from pipeline.data.curriculum import num_drawn, tasks_of_source
 from pipeline.data.tasks import Task
 from pipeline.distributed.ranks import Phase
 from pipeline.environments.language_models.language_model import LanguageModel
-from pipeline.evaluation.advice import start_report
+from pipeline.evaluation.advice import gathered_groups, groups_of, start_report
 from pipeline.evaluation.agents import agent_rollout, evaluate_agent
-from pipeline.evaluation.evaluate import ErrorRates, stop_on_errors, success_in_words
+from pipeline.evaluation.evaluate import error_counts, stop_on_errors, success_in_words
 from pipeline.report.progress import StageProgress, episodes_of
 from pipeline.report.write import start_block
 from pipeline.rollout.trajectory import Trajectory
@@ -46,7 +48,7 @@ def before_training(run: Run) -> None:
     if not config.grpo.use_grpo:
         return
     if config.model.use_peft and config.is_supervised:
-        run.learner.attach(run.checkpointer, run.checkpointer.resumed)
+        attach_adapters(run, run.checkpointer.resumed)
     is_bare = config.model.use_peft and not config.is_supervised  # has no adapters yet
     if not (run.checkpointer.is_current or is_bare):
         run.save()
@@ -60,6 +62,16 @@ def before_training(run: Run) -> None:
         rft(run)
     if config.evaluation.start_report_tasks and config.grpo.max_steps and state.step == 0:
         play_for_report(run)
+
+
+def attach_adapters(run: Run, folder: Path | None = None) -> None:
+    """Add LoRA adapters to the model, those of the checkpoint `folder` if it has any."""
+    learner = run.learner
+    settings = run.config.model
+    base = base_of_adapters(learner.model, settings, run.checkpointer, run.further_state())
+    learner.attach(base)
+    set_weights(learner.model, run.config, run.parts.tokenizer, folder)
+    learner.renew_sampler()
 
 
 def play_agent(run: Run, name: str) -> None:
@@ -164,7 +176,7 @@ def _rft_round(run: Run, number: int) -> None:
     mine = [t.record() for t in played], kept_of(played, limits.num_generations, threshold)
     gathered = ranks.all_gather_objects(mine, name)
     records, kept = ([*chain(*of)] for of in zip(*gathered, strict=True))
-    stop_on_errors(ranks, ErrorRates(records), limits, played, f"in rft round {number}")
+    stop_on_errors(ranks, error_counts(records), limits, played, f"in rft round {number}")
     entry = summary_of(number, records, kept, threshold)
     if kept:
         examples = examples_of(kept, config.warm_start.batch_size, config.run.seed, name)
@@ -240,18 +252,20 @@ def play_for_report(run: Run) -> None:
     """Play `start_report_tasks` groups of each domain for the start report."""
     key = "start report"
     tasks = training_tasks(run, run.config.evaluation.start_report_tasks, 0, key)
-    run.start_report.add(_play(run, tasks, key, key), run.config.rollout.num_generations)
+    played = _play(run, tasks, key, key)
+    run.start_groups += groups_of(played, run.config.rollout.num_generations)
     run.drain_logged("")  # forgets the metrics of reward functions
 
 
 def report_start(run: Run, batch: RolloutBatch) -> None:
     """Make and print the start report. Every rank must call this after the first step."""
-    run.start_report.add(batch.first, run.config.rollout.num_generations)
-    groups = run.start_report.gathered(run.ranks)
+    run.start_groups += groups_of(batch.first, run.config.rollout.num_generations)
+    groups = gathered_groups(run.start_groups, run.ranks)
+    run.start_groups = []
     if run.ranks.is_main:
         with may_fail("start report", "the run goes on without it"):
             evaluation = next(reversed(run.state.evaluations), None)
             baselines = run.baselines
-            run.start_report.content = start_report(groups, evaluation, run.config, baselines)
-            for line in start_block(run.start_report.content).splitlines():
+            run.state.start_report = start_report(groups, evaluation, run.config, baselines)
+            for line in start_block(run.state.start_report).splitlines():
                 run.say(line)

@@ -12,20 +12,17 @@ from typing import Any
 import torch
 
 from pipeline.checkpoints import run_folder
-from pipeline.checkpoints.checkpoint import Checkpointer, TrainState
+from pipeline.checkpoints.checkpoint import Checkpointer, SavedState, TrainState
 from pipeline.checkpoints.resume import (
-    CONFIGURATION,
-    hash_of_configuration,
-    hash_of_stops,
+    hashes_with_model,
     load_start,
     open_together,
     origin_of_model,
-    refuse_other_model,
     refuse_other_origin,
     refuse_other_stages,
     share_folder,
-    weights_of,
 )
+from pipeline.checkpoints.run_folder import Opened
 from pipeline.checkpoints.transcripts import save_transcripts
 from pipeline.common.console import may_fail, say
 from pipeline.common.durable import write_text
@@ -38,11 +35,11 @@ from pipeline.distributed.watchdog import Watchdog
 from pipeline.environments.discovery import tool_schemas
 from pipeline.environments.language_models.customers import customers_of, end_of_run, judge_of
 from pipeline.environments.language_models.language_model import LanguageModel
-from pipeline.evaluation.advice import ActionCollapse, DeadDomains, StandStill, StartReport
+from pipeline.evaluation.advice import Group, StandStill
 from pipeline.evaluation.baselines import baselines as play_baselines
 from pipeline.evaluation.evaluate import (
-    ErrorRates,
     KLProbe,
+    error_counts,
     evaluate,
     evaluation_metrics,
     failed_trials,
@@ -94,18 +91,14 @@ class Run:
     saved_state: Mapping[str, Any]  # of the checkpoint from which the run goes on; empty: none
     kl_probe: KLProbe
 
-    # What checkpoints keep.
-    state: TrainState
-    error_rates: ErrorRates
-    dead_domains: DeadDomains
-    start_report: StartReport
-    action_collapse: ActionCollapse
+    state: TrainState  # what checkpoints keep
 
     # What a resumed run counts anew, or reads from its files.
     sources: Mapping[str, Source] = field(default_factory=dict)  # tasks of the stage, by domain
     records: list[EpisodeRecord] = field(
         default_factory=list
     )  # episodes of the stage, of this rank
+    start_groups: list[Group] = field(default_factory=list)  # of this rank, for the start report
     num_unscored_steps: int = 0  # in a row
     standstill: StandStill = field(default_factory=StandStill)
     warned_of: set[str] = field(default_factory=set)  # metrics of the sampler, once each
@@ -163,6 +156,11 @@ class Run:
                     raise UserError(f"{name}: {why}; give all the same files")
         self.state.made_of = {**late, **known}
 
+    def further_state(self) -> dict[str, Any]:
+        """Return what checkpoints keep beside `state`: of the log, and of the updater if any."""
+        updater = self.learner.updater
+        return self.log.state_dict() | ({} if updater is None else updater.state_dict())
+
     def save(self, name: str = "", optimizer: torch.optim.Optimizer | None = None) -> None:
         """Write a checkpoint, by default with the name of the step and the updater's optimizer."""
         self.note_modules()
@@ -170,7 +168,8 @@ class Run:
         updater = self.learner.updater
         optimizer = optimizer if updater is None else updater.optimizer
         with self.ranks.phase("checkpoint", self.state.stage, self.state.step):
-            seconds = self.checkpointer.save(name, self.learner.model, optimizer)
+            further = self.further_state()
+            seconds = self.checkpointer.save(name, self.learner.model, optimizer, further)
         self.watchdog.can_resume = True
         keys = {"kind": "checkpoint", "stage": self.state.stage, "step": self.state.step}
         self.log.timings({**keys, "perf/checkpoint_s": seconds})
@@ -212,7 +211,7 @@ class Run:
                 "wall_s": self.checkpointer.wall_s,
             }
             further: dict[str, Any] = {"best": self.state.best, "about": self.parts.about}
-            further |= {"rft": self.state.rft, "start": self.start_report.content}
+            further |= {"rft": self.state.rft, "start": self.state.start_report}
             further |= {
                 "unseen": self.parts.unseen,
                 "agents": self.state.agents,
@@ -242,52 +241,13 @@ def open_run(
     called after each step and each evaluation with the run, the name of the stage or evaluation,
     and this rank's episodes. Raises UserError for mistakes of the user.
     """
-    # All ranks agree on the folder and on what the run is made of, before anything is written.
-    folder = share_folder(config, ranks)
-    parts = check_and_prepare(config, ranks.all_gather_objects(held_clock(), "clock")[0])
-    made_of = dict(parts.made_of)
-    opened, resumed = open_together(config, folder, ranks, parts.tokenizer, parts.about, made_of)
-    watchdog.can_resume = resumed is not None
-    watchdog.not_for_children += [opened.lock] if opened else []
-
-    # The weights, and the state of a checkpoint, which must be of the same run.
-    saved_state, model = load_start(config, parts.tokenizer, resumed, accelerator.device)
-    origin = saved_state or origin_of_model(config)
-    known = [name for name in origin.get("made_of", {}) if name.startswith(MODULE)]
-    found = hashes_of_modules(config, known)
-    read_later = {name: found[name] for name in known if name in found}
-    read_later["ends of message"] = hash_of_stops(model, parts.chat)
-    refuse_other_model(model, read_later, ranks)
-    made_of |= read_later
-    enter_ends(model, parts.chat)
-    if config.model.use_peft or (resumed is None and config.grpo.beta > 0):
-        made_of |= weights_of(model, ranks)  # read again when the run is resumed
-    if config.model.use_peft:
-        made_of[CONFIGURATION] = hash_of_configuration(model)
-    name = (resumed or Path(config.model.model)).name
-    notes = refuse_other_origin(origin, made_of, name, config.run.override, parts.about)
-    for line in notes if ranks.is_main else ():
-        say(line)
-    state = TrainState()
-    error_rates = ErrorRates()
-    dead_domains = DeadDomains()
-    start_report = StartReport()
-    action_collapse = ActionCollapse()
-    owners: list[Any] = [error_rates, dead_domains, start_report, action_collapse]
-    for owner in (state, *owners):
-        owner.load_state_dict(saved_state)
-    stages = one_after_another(parts.stages, state.ended_early)
-    refuse_other_stages(state.evaluations, stages, folder)
-    state.config = config.model_dump(mode="json")
-    state.about = parts.about
-    state.made_of = {**state.made_of, **made_of}
-
-    # The policy, with what scores and answers its messages.
+    origin = opened(config, accelerator, ranks, watchdog)
     rewards = load_reward_functions(config, ranks.progress)
-    customers = customers_of(config, folder, parts.domains, parts.held_out, ranks)
-    judge = judge_of(config, folder, parts.domains, ranks, rewards)
+    parts = origin.parts
+    customers = customers_of(config, origin.folder, parts.domains, parts.held_out, ranks)
+    judge = judge_of(config, origin.folder, parts.domains, ranks, rewards)
     learner = Learner(
-        model,
+        origin.model,
         parts.chat,
         parts.domains,
         config,
@@ -298,6 +258,86 @@ def open_run(
         opening_messages=customers.opening_messages if customers else {},
         judge=judge.ask if judge else None,
     )
+    check_policy(learner, config, parts, ranks)
+    log, checkpointer = files(origin, config, ranks, watchdog)
+    models = (customers.model if customers else None, judge)
+    run = Run(
+        config=config,
+        learning_rate=config.peak_learning_rate,
+        parts=parts,
+        folder=origin.folder,
+        accelerator=accelerator,
+        ranks=ranks,
+        watchdog=watchdog,
+        learner=learner,
+        language_models=[model for model in models if model],
+        judge=judge,
+        log=log,
+        checkpointer=checkpointer,
+        saved_state=origin.saved_state,
+        kl_probe=KLProbe(origin.folder, config, ranks),
+        state=origin.state,
+        on_batch=on_batch,
+    )
+    run.drain_logged("")  # tells reward functions the number of steps
+    return run
+
+
+@dataclass(frozen=True, kw_only=True)
+class Origin:
+    """What a run begins with on this rank; all ranks have agreed on it before rank 0 writes."""
+
+    folder: Path
+    files: Opened | None  # the open folder, on rank 0
+    resumed: Path | None  # the checkpoint from which the run goes on
+    parts: Prepared
+    model: Any
+    saved_state: SavedState  # of the checkpoint, or empty
+    state: TrainState
+
+
+def opened(config: Config, accelerator: Any, ranks: Ranks, watchdog: Watchdog) -> Origin:
+    """Open the run's folder, and load its parts, its weights and its state.
+
+    Raises UserError if the ranks, or a run and its checkpoint, are made of different things.
+    """
+    folder = share_folder(config, ranks)
+    parts = check_and_prepare(config, ranks.all_gather_objects(held_clock(), "clock")[0])
+    about = parts.about
+    files, resumed = open_together(config, folder, ranks, parts.tokenizer, about, parts.made_of)
+    watchdog.can_resume = resumed is not None
+    watchdog.not_for_children += [files.lock] if files else []
+    saved_state, model = load_start(config, parts.tokenizer, resumed, accelerator.device)
+    origin = saved_state or origin_of_model(config)
+    late = [n for n in origin.get("made_of", {}) if n.startswith(MODULE) and n not in parts.made_of]
+    made_of = parts.made_of | hashes_with_model(
+        config, model, parts.chat, late, ranks, is_new=resumed is None
+    )
+    name = (resumed or Path(config.model.model)).name
+    notes = refuse_other_origin(origin, made_of, name, config.run.override, about)
+    for line in notes if ranks.is_main else ():
+        say(line)
+    enter_ends(model, parts.chat)
+    state = TrainState()
+    state.load_state_dict(saved_state)
+    stages = one_after_another(parts.stages, state.ended_early)
+    refuse_other_stages(state.evaluations, stages, folder)
+    state.config = config.model_dump(mode="json")
+    state.about = about
+    state.made_of = {**state.made_of, **made_of}
+    return Origin(
+        folder=folder,
+        files=files,
+        resumed=resumed,
+        parts=parts,
+        model=model,
+        saved_state=saved_state,
+        state=state,
+    )
+
+
+def check_policy(learner: Learner, config: Config, parts: Prepared, ranks: Ranks) -> None:
+    """Say what the policy cannot do. Raises UserError if it samples other than it trains."""
     if learner.note and ranks.is_main:
         say(f"warning: {learner.note}")
     if config.grpo.shard != "none" and ranks.num_ranks == 1:
@@ -306,45 +346,28 @@ def open_run(
     learner.check_agreement(parts.prompt_ids(first, parts.longest[first][0]))
     learner.sampling.max_episodes = parts.episodes_at_once
 
-    # The files of the run; only rank 0 has opened the folder.
-    if opened is not None:
+
+def files(
+    origin: Origin, config: Config, ranks: Ranks, watchdog: Watchdog
+) -> tuple[RunLog, Checkpointer]:
+    """Write the first files of the run on rank 0; return what writes the others."""
+    folder = origin.folder
+    state = origin.state
+    if origin.files is not None:
         watchdog.run_folder = folder
         evaluated = {evaluation["after"] for evaluation in state.evaluations}
-        run_folder.begin(opened, config, ranks.num_ranks, state.step, evaluated)
-    log = RunLog(folder, config, is_main=ranks.is_main, state=saved_state if resumed else None)
+        run_folder.begin(origin.files, config, ranks.num_ranks, state.step, evaluated)
+    saved = origin.saved_state if origin.resumed else None
+    log = RunLog(folder, config, is_main=ranks.is_main, state=saved)
     keys = {"kind": "machine", "stage": state.stage, "step": state.step}
     log.timings({**keys, **machine(ranks.num_ranks)})
-    checkpointer = Checkpointer(folder, ranks, config.run, state, parts.tokenizer, resumed=resumed)
-    checkpointer.owners += [log, *owners]
-    if opened is not None:
+    tokenizer = origin.parts.tokenizer
+    checkpointer = Checkpointer(folder, ranks, config.run, state, tokenizer, resumed=origin.resumed)
+    if origin.files is not None:
+        stages = one_after_another(origin.parts.stages, state.ended_early)
         write_text(folder / "curriculum.json", json.dumps(describe(stages, config), indent=1))
-        say_start(opened, state.step, config, parts.stages)
-    run = Run(
-        config=config,
-        learning_rate=config.peak_learning_rate,
-        parts=parts,
-        folder=folder,
-        accelerator=accelerator,
-        ranks=ranks,
-        watchdog=watchdog,
-        learner=learner,
-        language_models=[
-            model for model in (customers.model if customers else None, judge) if model
-        ],
-        judge=judge,
-        log=log,
-        checkpointer=checkpointer,
-        saved_state=saved_state,
-        kl_probe=KLProbe(folder, config, ranks),
-        state=state,
-        error_rates=error_rates,
-        dead_domains=dead_domains,
-        start_report=start_report,
-        action_collapse=action_collapse,
-        on_batch=on_batch,
-    )
-    run.drain_logged("")  # tells reward functions the number of steps
-    return run
+        say_start(origin.files, state.step, config, origin.parts.stages)
+    return log, checkpointer
 
 
 def evaluate_held_out(run: Run, after: str) -> None:
@@ -368,9 +391,9 @@ def evaluate_held_out(run: Run, after: str) -> None:
     if ends and is_trained and not run.checkpointer.is_current:
         run.save()  # a check below may end the run
     run.check_language_models()
-    rates = ErrorRates(sampled)
     when = f"in the evaluation after {after}"
-    stop_on_errors(run.ranks, rates, run.config.rollout, trajectories, when)
+    counts = error_counts(sampled)
+    stop_on_errors(run.ranks, counts, run.config.rollout, trajectories, when)
     refuse_failed_trials([*sampled, *greedy], when)
     found = success(sampled, greedy, trials, settings.success_threshold)
     entry = {"after": after, "step": run.state.step, "success": found}

@@ -9,9 +9,17 @@ import json
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, closing, nullcontext
+from functools import partial
 
-from pipeline.before_grpo import before_training, report_start
+from pipeline.before_grpo import attach_adapters, before_training, report_start
 from pipeline.checkpoints.checkpoint import full_disk
+from pipeline.checkpoints.moments import load_optimizer
+from pipeline.checkpoints.resume import (
+    folder_of_reference,
+    refuse_other_origin,
+    set_weights,
+    weights_of,
+)
 from pipeline.checkpoints.run_folder import folder_of
 from pipeline.checkpoints.transcripts import read_records
 from pipeline.common.console import command, kept_warnings, may_fail
@@ -23,9 +31,15 @@ from pipeline.data.tasks import Task
 from pipeline.distributed.connect import connect
 from pipeline.distributed.ranks import Interrupted
 from pipeline.distributed.watchdog import Watchdog
-from pipeline.evaluation.advice import fallen_domains, lost_domains
+from pipeline.evaluation.advice import (
+    ActionCollapse,
+    count_dead_steps,
+    dead_domains,
+    fallen_domains,
+    lost_domains,
+)
 from pipeline.evaluation.evaluate import (
-    ErrorRates,
+    error_counts,
     evaluate,
     mean_success,
     plateau,
@@ -35,6 +49,7 @@ from pipeline.evaluation.evaluate import (
     validation_metrics,
 )
 from pipeline.models.fitting import fitted
+from pipeline.models.sampling_copy import has_adapters
 from pipeline.report.export import push_after_training
 from pipeline.report.progress import StageProgress
 from pipeline.report.watch import page_beside
@@ -43,7 +58,7 @@ from pipeline.run_state import Run, evaluate_held_out, open_run
 from pipeline.training import step_metrics
 from pipeline.training.collect import RolloutBatch, collect_rollouts, give_advantages
 from pipeline.training.step_metrics import Meter, over_iterations, rollout_metrics
-from pipeline.training.updater import Updater
+from pipeline.training.updater import Reference, Updater
 
 # Mean differences of log-probabilities between sampler and training, in nats, above which a run
 # warns: 3 times those of healthy runs of SmolLM2-135M in bf16, whose maxima over a step of 3,500
@@ -107,14 +122,45 @@ def updater_of(run: Run) -> Updater:
 def begin_grpo(run: Run) -> Meter:
     """Make the Updater, and return a Meter that measures the training steps."""
     learner = run.learner
-    updater = learner.make_updater(run.checkpointer, run.saved_state, run.stages)
-    run.checkpointer.owners.append(updater)
+    updater = learner.updater = make_updater(run)
+    learner.sync_weights()
     if not run.checkpointer.is_current:
         run.save()
     run.kl_probe.load([s for s in run.stages[:-1] if run.state.evaluated(s.name)])
     meter = Meter(run.ranks, learner.rollout, updater)
     gc.freeze()  # exempts long-lived objects from garbage collection
     return meter
+
+
+def make_updater(run: Run) -> Updater:
+    """Make the Updater of the current model, or of the checkpoint from which the run goes on."""
+    config = run.config
+    learner = run.learner
+    # Until the first step, the model has what GRPO starts from.
+    resumed = run.checkpointer.resumed if run.saved_state.get("step") else None
+    if config.model.use_peft and not has_adapters(learner.model):
+        attach_adapters(run)
+    tokenizer = run.parts.tokenizer
+    load = partial(set_weights, learner.model, config, tokenizer)
+    module = learner.module_to_train()
+    reference = None
+    if config.grpo.beta > 0:
+        if resumed is not None:
+            per_stage = config.grpo.reference_per_stage
+            load(folder := folder_of_reference(run.checkpointer, run.stages, per_stage))
+            if folder is None and not config.model.use_peft:
+                weights = weights_of(learner.model, run.ranks)
+                refuse_other_origin(run.saved_state, weights, resumed.name, config.run.override)
+        reference = Reference(module)
+    if resumed is not None and (reference or config.model.use_peft):
+        load(resumed)
+    pad_id = tokenizer.pad_token_id or 0
+    updater = Updater(run.accelerator, module, run.ranks, config, pad_id, reference)
+    updater.faults_folder = run.folder / "faults"
+    if resumed is not None:
+        load_optimizer(resumed, updater.optimizer)
+        updater.load_state_dict(run.saved_state)
+    return updater
 
 
 def begin_stage(run: Run, stage: Stage) -> int:
@@ -130,9 +176,7 @@ def begin_stage(run: Run, stage: Stage) -> int:
         folder = run.folder / "trajectories" / stage.name
         run.records = read_records(folder, run.ranks.rank, run.ranks.num_ranks)
     if not is_inside:
-        run.error_rates.load_state_dict({})
-        run.dead_domains.load_state_dict({})
-        run.action_collapse.load_state_dict({})
+        run.state.error_counts, run.state.dead_steps, run.state.decisions = {}, {}, {}
         stages = run.stages[: stage.index + 1]
         evaluations = run.state.evaluations
         for line in lost_domains(evaluations, stages, run.config.evaluation):
@@ -242,27 +286,31 @@ def record(
     metrics, counts = rollout_metrics(batch, run.ranks, run.config, names, run.state.num_tokens)
     run.state.num_tokens = int(metrics["train/num_tokens"])
     for domain, (episodes, errors) in counts.items():
-        run.error_rates.add(domain, episodes, errors)
+        before = run.state.error_counts.get(domain, [0, 0])
+        run.state.error_counts[domain] = [before[0] + episodes, before[1] + errors]
     _refuse_unscored(run, stage, metrics)
     keys = {"kind": "train", "stage": stage.name, "step": run.state.step}
     own = {**keys, **statistics, **metrics}
     run.log.metrics(own if rewards is None else run.with_logged("train/", own))
     run.log.timings({**keys, **meter.timings(batch.trajectories)})
-    run.dead_domains.add(stage, metrics)
-    run.action_collapse.add(
-        stage,
-        run.state.step,
-        batch.first,
-        run.parts.domains,
-        run.config.evaluation.success_threshold,
-        run.ranks,
-    )
-    for line in run.action_collapse.messages({**statistics, **metrics}, run.config):
-        run.say(f"warning: step {run.state.step}: {line}")
-    peak = run.config.peak_learning_rate
-    if line := run.standstill.message({**statistics, **metrics}, peak):
-        run.say(f"warning: step {run.state.step}: {line}")
+    count_dead_steps(run.state.dead_steps, stage, metrics)
+    warn_of_stagnation(run, stage, batch, {**statistics, **metrics})
     return {**statistics, **metrics}
+
+
+def warn_of_stagnation(
+    run: Run, stage: Stage, batch: RolloutBatch, metrics: Mapping[str, float]
+) -> None:
+    """Warn if the policy acts alike, or if neither the weights nor the reward move."""
+    collapse = ActionCollapse(**run.state.decisions)
+    domains = run.parts.domains
+    threshold = run.config.evaluation.success_threshold
+    collapse.add(stage, run.state.step, batch.first, domains, threshold, run.ranks)
+    lines = [*collapse.messages(metrics, run.config)]
+    run.state.decisions = vars(collapse)
+    lines.append(run.standstill.message(metrics, run.config.peak_learning_rate))
+    for line in filter(None, lines):
+        run.say(f"warning: step {run.state.step}: {line}")
 
 
 def _refuse_unscored(run: Run, stage: Stage, metrics: Mapping[str, float]) -> None:
@@ -283,9 +331,9 @@ def end_step(run: Run, stage: Stage, batch: RolloutBatch) -> None:
     """Report the start, look for faults and dead domains, validate."""
     if run.state.step == 1:
         report_start(run, batch)
-    stop_on_errors(run.ranks, run.error_rates, run.config.rollout, batch.trajectories)
+    stop_on_errors(run.ranks, run.state.error_counts, run.config.rollout, run.records)
     validate_when_due(run, stage)
-    lines = run.dead_domains.messages(stage, run.records, run.ranks, run.config)
+    lines = dead_domains(run.state.dead_steps, stage, run.records, run.ranks, run.config)
     is_stopped = bool(lines) and run.config.run.stop_on_dead_domain
     most = run.config.data.max_reward_calls
     called = run.state.num_reward_calls
@@ -330,8 +378,8 @@ def validate_when_due(run: Run, stage: Stage) -> None:
         run.state.best = {"checkpoint": name, "step": step, "success": mean}
     for line in fallen_domains(run.state.validations, stage, run.config):
         run.say(f"warning: step {step}: {line}")
-    rates = ErrorRates(records)
-    stop_on_errors(run.ranks, rates, run.config.rollout, trajectories, "in a validation")
+    counts = error_counts(records)
+    stop_on_errors(run.ranks, counts, run.config.rollout, trajectories, "in a validation")
 
 
 def has_unsaved_best(run: Run) -> bool:

@@ -14,6 +14,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -43,7 +44,7 @@ SavedState = dict[str, Any]  # the content of state.json
 
 @dataclass(kw_only=True)
 class TrainState:
-    """The progress and the results of a run."""
+    """The progress and the results of a run, and what its warnings count: plain data, as saved."""
 
     stage: str = "start"
     step: int = 0  # number of optimizer steps done
@@ -55,6 +56,12 @@ class TrainState:
     warm_start: dict[str, Any] = field(default_factory=dict)  # of one that has not ended; see sft
     rft: list[dict[str, Any]] = field(default_factory=list)  # results of each round of RFT
     training: dict[str, dict[str, Any]] = field(default_factory=dict)  # a summary of each stage
+    start_report: dict[str, Any] = field(default_factory=dict)  # of the first step; on rank 0
+    # Of the stage, see evaluation/advice.py: [episodes, errors] and steps in a row without signal
+    # of each domain, and the fields of ActionCollapse.
+    error_counts: dict[str, list[int]] = field(default_factory=dict)
+    dead_steps: dict[str, int] = field(default_factory=dict)
+    decisions: dict[str, Any] = field(default_factory=dict)
     num_tokens: int = 0  # number of tokens, of prompts and sampled, of all steps
     num_reward_calls: int = 0  # number of calls of async reward functions
     wall_s: float = 0.0  # seconds that the run's processes took, up to the last save
@@ -145,7 +152,7 @@ def full_disk(folder: Path, error: BaseException, remedy: str) -> MachineError |
 
 
 class Checkpointer:
-    """Saves the model, the optimizer and the `state_dict()` of each object in `owners`.
+    """Saves the model, the optimizer and the `state`.
 
     All ranks call `save`; rank 0 writes. `resumed` is the checkpoint that the run continues from.
     """
@@ -164,7 +171,6 @@ class Checkpointer:
         self.ranks = ranks
         self.resumed = resumed
         self.folder = run_folder / "checkpoints"
-        self.owners: list[Any] = [state]
         self._settings = settings
         self.state = state
         self._tokenizer = tokenizer
@@ -216,8 +222,17 @@ class Checkpointer:
             return gone
         return full_disk(self.run_folder, error, "resume with --resume-from-checkpoint latest")
 
-    def save(self, name: str, model: Any, optimizer: torch.optim.Optimizer | None = None) -> float:
-        """Save a checkpoint; return the duration. Raises RuntimeError if ranks' weights differ."""
+    def save(
+        self,
+        name: str,
+        model: Any,
+        optimizer: torch.optim.Optimizer | None = None,
+        further: Mapping[str, Any] = MappingProxyType({}),
+    ) -> float:
+        """Save a checkpoint, with `further` state beside that of the run; return the duration.
+
+        Raises RuntimeError if ranks' weights differ.
+        """
         begun = time.perf_counter()
         self.check_folder()
         while self.unsynced:
@@ -240,7 +255,7 @@ class Checkpointer:
         elif optimizer is not None:
             moments = whole_moments(optimizer, self.ranks.is_main)
         if self.ranks.is_main:
-            path = self.write(name, model, moments, num_moments)
+            path = self.write(name, model, {NUM_MOMENTS: num_moments, **further}, moments)
             kept = {path.name, self.state.best.get("checkpoint")}
             prune(self.folder, self._settings.save_total_limit, kept)
         self.ranks.barrier(f"checkpoint {name}")
@@ -255,18 +270,11 @@ class Checkpointer:
         return seconds
 
     def write(
-        self,
-        name: str,
-        model: Any,
-        moments: SavedState | None = None,
-        num_moments: int = 0,
+        self, name: str, model: Any, further: SavedState, moments: SavedState | None = None
     ) -> Path:
-        """Write a checkpoint with the `state_dict()` of all `owners`. Only rank 0 calls `write`."""
+        """Write a checkpoint with `further` state beside that of the run; only rank 0 calls it."""
         self.state.wall_s = self.wall_s
         self._begun = time.perf_counter()
-        state: SavedState = {NUM_MOMENTS: num_moments}
-        for owner in self.owners:
-            part = owner.state_dict()
-            assert not state.keys() & part.keys(), "two owners save the same name"
-            state |= part
-        return save(self.folder, name, model, self._tokenizer, state, moments)
+        state = self.state.state_dict()
+        assert not state.keys() & further.keys(), "further state has a name of the run's"
+        return save(self.folder, name, model, self._tokenizer, state | further, moments)

@@ -5,8 +5,9 @@ import os
 import platform
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from hashlib import sha256
+from importlib.util import find_spec
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 from typing import Any
@@ -15,7 +16,7 @@ import torch
 
 from pipeline.checkpoints import run_folder
 from pipeline.checkpoints.checkpoint import Checkpointer, SavedState
-from pipeline.checkpoints.run_folder import Opened, open_folder, problem, read_state
+from pipeline.checkpoints.run_folder import Opened, hash_of, open_folder, problem, read_state
 from pipeline.common.errors import UserError
 from pipeline.common.layout import run_of_checkpoint
 from pipeline.common.untrusted import shown
@@ -35,6 +36,8 @@ PACKAGE = Path(__file__).parents[1]
 CONFIGURATION = "configuration of the base model"
 # Of config.json; the ends of a message have a hash of their own.
 NOT_COMPUTED = ("_name_or_path", "architectures", "dtype", "eos_token_id", "transformers_version")
+# The file that a process was started by, which differs with the number of ranks.
+STARTED = ("__main__", "__mp_main__")
 LATE_S = 2.0  # network file systems show a new file a little late
 
 
@@ -119,16 +122,37 @@ def open_together(
     return opened, checkpoint if name else None
 
 
-def refuse_other_model(model: Any, read_later: Mapping[str, str], ranks: Ranks) -> None:
-    """Raise UserError, on all ranks, if a rank has loaded another model than rank 0.
+def hashes_with_model(
+    config: Config, model: Any, chat: Chat, late: Sequence[str], ranks: Ranks, *, is_new: bool
+) -> dict[str, str]:
+    """Return the hashes of what `open_together` could not compare yet, by a name for each.
 
-    `read_later` has the hashes of what `open_together` could not compare yet.
+    These are the modules that the run has imported `late`, the ends of messages, and what the run
+    needs again of its model: with LoRA, and for the reference of a new run. Raises UserError, on
+    all ranks, if a rank has another one, or has loaded another model than rank 0.
     """
-    facts = {CONFIGURATION: hash_of_configuration(model), **read_later}
+    hashes = hashes_of_late_modules(late)
+    hashes["ends of message"] = hash_of_stops(model, chat)
+    configuration = {CONFIGURATION: hash_of_configuration(model)}
+    facts = {**configuration, **hashes}
     hosts = ranks.all_gather_objects(platform.node(), "model")
     if len(set(hosts)) > 1:
         facts["model"] = parameter_hash(model.named_parameters())
     refuse_differences(ranks, facts, "give all the same files")
+    if config.model.use_peft or (is_new and config.grpo.beta > 0):
+        hashes |= weights_of(model, ranks)  # read again when the run is resumed
+    return hashes | configuration if config.model.use_peft else hashes
+
+
+def hashes_of_late_modules(names: Sequence[str]) -> dict[str, str]:
+    """Return the hashes of modules of the user's that a run first imported in an episode."""
+    hashes = dict[str, str]()
+    for name in (name for name in names if name.removeprefix(MODULE) not in STARTED):
+        with suppress(Exception):  # whatever a package of the user's raises, as its import will
+            spec = find_spec(name.removeprefix(MODULE))
+            if spec is not None and spec.origin is not None and os.path.isfile(spec.origin):
+                hashes[name] = hash_of(Path(spec.origin))
+    return hashes
 
 
 def hash_of_configuration(model: Any) -> str:
@@ -266,10 +290,13 @@ def origin_of_model(config: Config) -> SavedState:
     return {"made_of": used} if is_same else {}
 
 
-def base_of_adapters(model: Any, settings: ModelSettings, checkpointer: Checkpointer) -> str:
+def base_of_adapters(
+    model: Any, settings: ModelSettings, checkpointer: Checkpointer, further: SavedState
+) -> str:
     """Return the folder or hub id of the base model of LoRA adapters.
 
-    A base model that has no folder and no hub id is first saved in a folder.
+    A base model that has no folder and no hub id is first saved in a folder, as a checkpoint with
+    `further` state.
     """
     folder = checkpointer.folder
     name = settings.model
@@ -277,7 +304,7 @@ def base_of_adapters(model: Any, settings: ModelSettings, checkpointer: Checkpoi
     if has_own_base(settings):
         return str(Path(name).resolve()) if Path(name).is_dir() else name
     if ranks.is_main and not (folder / "base").is_dir():
-        checkpointer.write("base", model)
+        checkpointer.write("base", model, further)
     ranks.barrier("base model")
     return str((folder / "base").resolve())
 

@@ -7,7 +7,7 @@ change. The parts are the start report, dead domains, standstill, falls, and dec
 import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from itertools import chain, groupby
 from math import sqrt
 from operator import itemgetter
@@ -104,39 +104,23 @@ class Group(NamedTuple):
     answer: str = ""  # what the model wrote last in the first episode
 
 
-class StartReport:
-    """Collects groups before and in the first step. `content` is `start` in `results.json`.
+def groups_of(episodes: Sequence[EpisodeRecord], size: int) -> list[Group]:
+    """Return the groups of episodes that stand group by group, `size` episodes each."""
+    return [
+        Group(
+            domain=group[0].domain,
+            task_id=group[0].task_id,
+            rewards=[episode.reward for episode in group if not episode.left_out],
+            stop_reasons=[episode.stop_reason for episode in group],
+            answer=_answer(group[0]),
+        )
+        for group in (episodes[i : i + size] for i in range(0, len(episodes), size))
+    ]
 
-    Only rank 0 makes the `content`, which is empty before the end of the first step.
-    """
 
-    def __init__(self) -> None:
-        self.content: dict[str, Any] = {}
-        self._groups: list[Group] = []  # this rank's groups
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"start_report": self.content}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.content = dict(state.get("start_report", {}))
-
-    def add(self, episodes: Sequence[EpisodeRecord], size: int) -> None:
-        """Add this rank's episodes, which stand group by group, `size` episodes each."""
-        for of in (episodes[i : i + size] for i in range(0, len(episodes), size)):
-            group = Group(
-                domain=of[0].domain,
-                task_id=of[0].task_id,
-                rewards=[episode.reward for episode in of if not episode.left_out],
-                stop_reasons=[episode.stop_reason for episode in of],
-                answer=_answer(of[0]),
-            )
-            self._groups.append(group)
-
-    def gathered(self, ranks: Ranks) -> list[Group]:
-        """Return the groups of all ranks in an order that does not depend on the ranks."""
-        shards = ranks.all_gather_objects(self._groups, "start report")
-        self._groups = []
-        return sorted(chain(*shards))
+def gathered_groups(groups: Sequence[Group], ranks: Ranks) -> list[Group]:
+    """Return the groups of all ranks in an order that does not depend on the ranks."""
+    return sorted(chain(*ranks.all_gather_objects(groups, "start report")))
 
 
 def _answer(episode: EpisodeRecord) -> str:
@@ -242,48 +226,44 @@ def _advice(
 # Dead domains
 
 
-class DeadDomains:
-    """Counts, for each domain, the steps in a row whose groups all had equal rewards.
+def count_dead_steps(
+    dead_steps: dict[str, int], stage: Stage, metrics: Mapping[str, float]
+) -> None:
+    """Count, for each domain, the steps in a row whose groups all had equal rewards.
 
     Only steps of a domain's own stage with groups of the domain count. A step in which all episodes
-    succeeded is not dead. The counts are equal on all ranks.
+    succeeded is not dead. `metrics` are those of a step, of all ranks, so the counts are equal on
+    all ranks.
     """
+    for domain in stage.own:
+        share = metrics.get(f"rollout/frac_reward_zero_std/{domain}")
+        if share is not None:
+            is_dead = share == 1 and metrics[f"rollout/all_solved/{domain}"] < 1
+            dead_steps[domain] = dead_steps.get(domain, 0) + 1 if is_dead else 0
 
-    def __init__(self) -> None:
-        self.steps: dict[str, int] = {}
 
-    def state_dict(self) -> dict[str, Any]:
-        return {"dead_steps": dict(self.steps)}
+def dead_domains(
+    dead_steps: dict[str, int],
+    stage: Stage,
+    records: Iterable[EpisodeRecord],
+    ranks: Ranks,
+    config: Config,
+) -> list[str]:
+    """Return a message for each dead domain, whose count then begins anew.
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.steps = dict(state.get("dead_steps", {}))
-
-    def add(self, stage: Stage, metrics: Mapping[str, float]) -> None:
-        """Count a step with the metrics of all ranks."""
-        for domain in stage.own:
-            share = metrics.get(f"rollout/frac_reward_zero_std/{domain}")
-            if share is not None:
-                is_dead = share == 1 and metrics[f"rollout/all_solved/{domain}"] < 1
-                self.steps[domain] = self.steps.get(domain, 0) + 1 if is_dead else 0
-
-    def messages(
-        self, stage: Stage, records: Iterable[EpisodeRecord], ranks: Ranks, config: Config
-    ) -> list[str]:
-        """Return a message for each dead domain, whose count then begins anew.
-
-        `records` are this rank's episodes of the stage. Ranks communicate only if a domain is dead.
-        """
-        lines = []
-        for domain in [domain for domain, count in self.steps.items() if count >= DEAD_STEPS]:
-            self.steps[domain] = 0
-            reasons = [record.stop_reason for record in records if record.domain == domain]
-            gathered = ranks.all_gather_objects(Counter(reasons), "stop reasons")
-            ends = commonest_end(sum(gathered, Counter[StopReason]()), "its", config)
-            lines.append(
-                f"{domain}: all groups of {DEAD_STEPS} steps in a row had equal rewards, so stage "
-                f"{stage.name} learns nothing; {ends}"
-            )
-        return lines
+    `records` are this rank's episodes of the stage. Ranks communicate only if a domain is dead.
+    """
+    lines = []
+    for domain in [domain for domain, count in dead_steps.items() if count >= DEAD_STEPS]:
+        dead_steps[domain] = 0
+        reasons = [record.stop_reason for record in records if record.domain == domain]
+        gathered = ranks.all_gather_objects(Counter(reasons), "stop reasons")
+        ends = commonest_end(sum(gathered, Counter[StopReason]()), "its", config)
+        lines.append(
+            f"{domain}: all groups of {DEAD_STEPS} steps in a row had equal rewards, so stage "
+            f"{stage.name} learns nothing; {ends}"
+        )
+    return lines
 
 
 # A policy that does not move
@@ -415,7 +395,7 @@ class ActionCollapse:
     the policy chose: those with an `enum`, and those that stand nowhere earlier in the
     conversation. If the domain's tasks name no `branch`, all arguments count. In a domain without
     tools, a short answer is a decision. Only the own domains of a stage count, and all tallies are
-    equal on all ranks.
+    equal on all ranks. `TrainState` keeps the fields as `decisions`.
     """
 
     # domain/family -> tallies of the first and of the last steps
@@ -423,12 +403,6 @@ class ActionCollapse:
     said: list[str] = field(default_factory=list)  # domains that had their message, or ENTROPY
     entropy: float | None = None  # at the stage's start
     entropies: list[float] = field(default_factory=list)  # of the last steps
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"decisions": asdict(self)}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        vars(self).update(asdict(ActionCollapse(**state.get("decisions", {}))))
 
     def add(
         self,

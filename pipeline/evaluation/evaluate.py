@@ -351,58 +351,36 @@ def commonest(errors: Errors) -> str:
     return f"; the commonest error, first of {domain}/{task_id}: {text}"
 
 
-class ErrorRates:
-    """Numbers of episodes and of environment errors by domain, summed over all ranks."""
-
-    def __init__(self, records: Iterable[EpisodeRecord] = ()) -> None:
-        self.counts: dict[str, list[int]] = {}  # [episodes, errors] of each domain
-        self.errors: Errors = []  # this rank's errors since the stage began or the run resumed
-        for record in records:
-            self.add(record.domain, 1, record.stop_reason == StopReason.ENVIRONMENT_ERROR)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"error_counts": {domain: list(pair) for domain, pair in self.counts.items()}}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.counts = {d: list(pair) for d, pair in state.get("error_counts", {}).items()}
-        self.errors = []
-
-    def add(self, domain: str, episodes: int, errors: int) -> None:
-        before = self.counts.get(domain, [0, 0])
-        self.counts[domain] = [before[0] + episodes, before[1] + errors]
-
-    def problem(self, limits: RolloutSettings, when: str) -> str | None:
-        """Return a message about the first domain whose error rate is above the limit, or None.
-
-        Domains with fewer than `2 * num_generations` episodes are not checked.
-        """
-        for domain, (episodes, errors) in self.counts.items():
-            if episodes >= 2 * limits.num_generations and errors > limits.max_error_rate * episodes:
-                which = commonest([error for error in self.errors if error[0] == domain])
-                return (
-                    f"rollout.max_error_rate: {errors} of {episodes} episodes of {domain} "
-                    f"({100 * errors / episodes:.0f} %) ended in environment errors {when}{which}; "
-                    "mend the environment, or raise the limit"
-                )
-        return None
+def error_counts(records: Iterable[EpisodeRecord]) -> dict[str, list[int]]:
+    """Return [episodes, environment errors] of each domain."""
+    return {
+        domain: [len(episodes), len(failed_trials(episodes))]
+        for domain, episodes in grouped(records, "domain").items()
+    }
 
 
 def stop_on_errors(
     ranks: Ranks,
-    rates: ErrorRates,
+    counts: Mapping[str, Sequence[int]],
     limits: RolloutSettings,
     records: Sequence[EpisodeRecord] = (),
     when: str = "since the stage began",
 ) -> None:
     """Raise the same RunError on every rank if a domain has too many environment errors.
 
-    `records` are this rank's new episodes. Ranks communicate only if the function raises.
+    `counts` has [episodes, environment errors] of each domain over all ranks, and `records` are
+    those of this rank. Domains with fewer than `2 * num_generations` episodes are not checked.
+    Ranks communicate only if the function raises.
     """
-    rates.errors += errors_of(records)
-    if rates.problem(limits, when) is not None:
-        gathered = ranks.all_gather_objects(rates.errors, "environment errors")
-        rates.errors = [error for of_rank in gathered for error in of_rank]
-        raise RunError(rates.problem(limits, when))
+    for domain, (episodes, errors) in counts.items():
+        if episodes >= 2 * limits.num_generations and errors > limits.max_error_rate * episodes:
+            gathered = ranks.all_gather_objects(errors_of(records), "environment errors")
+            which = commonest([error for error in chain(*gathered) if error[0] == domain])
+            raise RunError(
+                f"rollout.max_error_rate: {errors} of {episodes} episodes of {domain} "
+                f"({100 * errors / episodes:.0f} %) ended in environment errors {when}{which}; "
+                "mend the environment, or raise the limit"
+            )
 
 
 # results.json

@@ -4,13 +4,12 @@ import json
 import os
 import sys
 from collections.abc import Iterable, Mapping
-from contextlib import suppress
 from dataclasses import astuple
 from hashlib import sha256
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from pipeline.checkpoints.resume import STARTED
 from pipeline.checkpoints.run_folder import TEMPLATE, hash_of
 from pipeline.config.settings import Config
 from pipeline.data.tasks import HELD_OUT, MODULE, Task
@@ -19,8 +18,6 @@ from pipeline.models.chat.fitting import without_clock
 
 # Attributes of a tokenizer that are not in its tokenizer.json.
 RULES = ("clean_up_tokenization_spaces", "split_special_tokens", "response_template")
-# The file that a process was started by, which differs with the number of ranks.
-STARTED = ("__main__", "__mp_main__")
 
 
 def made_of(
@@ -44,20 +41,12 @@ def made_of(
     return found | hashes_of_modules(config)
 
 
-def hashes_of_modules(config: Config, known: Iterable[str] = ()) -> dict[str, str]:
-    """Return the hash of each module of the user's that has been imported, by a name for it.
-
-    Modules under the names `known`, which a run has imported late, count before they are imported.
-    """
+def hashes_of_modules(config: Config) -> dict[str, str]:
+    """Return the hash of each module of the user's that has been imported, by a name for it."""
     found = dict[str, str]()
     factories = (of.factory for of in config.factories.values())
     for target in (*factories, *config.data.reward_funcs):
         found |= _hashes_of_modules(target.partition(":")[0])
-    for name in set(known) - {MODULE + started for started in STARTED}:
-        with suppress(Exception):  # whatever a package of the user's raises, as its import will
-            spec = find_spec(name.removeprefix(MODULE)) if name not in found else None
-            if spec is not None and spec.origin is not None and os.path.isfile(spec.origin):
-                found[name] = hash_of(Path(spec.origin))
     return found
 
 

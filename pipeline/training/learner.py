@@ -1,24 +1,12 @@
 """The learner: a model, its rollouts, its updater, and a probe of the weights that sample."""
 
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
-from pathlib import Path
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
-from pipeline.checkpoints.checkpoint import Checkpointer
-from pipeline.checkpoints.moments import load_optimizer
-from pipeline.checkpoints.resume import (
-    base_of_adapters,
-    folder_of_reference,
-    refuse_other_origin,
-    set_weights,
-    weights_of,
-)
 from pipeline.common.errors import RunError, UserError
 from pipeline.config.settings import Config
-from pipeline.data.curriculum import Stage
 from pipeline.distributed.devices import dtype_of, uses_bf16
 from pipeline.distributed.ranks import Ranks
 from pipeline.distributed.sharding import shard_model
@@ -27,14 +15,14 @@ from pipeline.environments.faults import FaultLog
 from pipeline.models import lora
 from pipeline.models.chat.template import Chat
 from pipeline.models.layers import fix_rotary, outer_layers, recompute_layers
-from pipeline.models.sampling_copy import has_adapters, trained_weights
+from pipeline.models.sampling_copy import trained_weights
 from pipeline.rollout.rollout import Rollout, SamplerPolicy
 from pipeline.rollout.samplers.choice import Sampler
 from pipeline.rollout.trajectory import Trajectory
 from pipeline.training.agreement import BOUNDS, ROUNDINGS, refuse_disagreement
 from pipeline.training.micro_batches import micro_batch
 from pipeline.training.token_logprobs import TokenLogprobs
-from pipeline.training.updater import Reference, Updater
+from pipeline.training.updater import Updater
 
 PROBE = "The customer asks for a refund of the order, which was paid by card; the agent looks."
 
@@ -147,18 +135,18 @@ class Learner:
             )
         shard_model(self.model, layers, compute, reshards=reshards)
 
-    def attach(self, checkpointer: Checkpointer, folder: Path | None = None) -> None:
-        """Add LoRA adapters, those of the checkpoint `folder` if it has any; renew the sampler."""
+    def attach(self, base: str) -> None:
+        """Add LoRA adapters to the model `base`, and end its sampler; see `renew_sampler`."""
         config = self._config
-        chat = self.rollout.chat
-        base = base_of_adapters(self.model, config.model, checkpointer)
         self.close()
         del self.sampling.sampler  # frees its memory
         dtype = dtype_of(config.model)
         adapted = lora.attach(self.model, config.model, base, config.run.seed, dtype)
         self.model = adapted.to(self.accelerator.device)
-        set_weights(self.model, config, chat.tokenizer, folder)
-        self.sampling.sampler = self._sampler(chat, is_main=False)
+
+    def renew_sampler(self) -> None:
+        """Make the sampler of the model with adapters, once these have their weights."""
+        self.sampling.sampler = self._sampler(self.rollout.chat, is_main=False)
         self._shard()
         self.check_agreement(self._prompt)
 
@@ -206,37 +194,3 @@ class Learner:
         trains_entropy = config.grpo.entropy_coef > 0
         module = TokenLogprobs(self.model, limits.temperature, trains_entropy, limits.max_tokens)
         return module.eval()  # without dropout
-
-    def make_updater(
-        self, checkpointer: Checkpointer, saved: Mapping[str, Any], stages: Sequence[Stage]
-    ) -> Updater:
-        """Make the Updater for GRPO from the current model, or from a resumed checkpoint."""
-        config = self._config
-        # Until the first step, the model has what GRPO starts from.
-        resumed = checkpointer.resumed if saved.get("step") else None
-        chat = self.rollout.chat
-        if config.model.use_peft and not has_adapters(self.model):
-            self.attach(checkpointer)
-        module = self.module_to_train()
-        load = partial(set_weights, self.model, config, chat.tokenizer)
-        reference = None
-        if config.grpo.beta > 0:
-            if resumed is not None:
-                sync = config.grpo.reference_per_stage
-                load(folder := folder_of_reference(checkpointer, stages, sync))
-                if folder is None and not config.model.use_peft:
-                    found = weights_of(self.model, self._ranks)
-                    override = config.run.override
-                    refuse_other_origin(saved, found, resumed.name, override)
-            reference = Reference(module)
-        if resumed is not None and (reference or config.model.use_peft):
-            load(resumed)
-        pad_id = chat.tokenizer.pad_token_id or 0
-        updater = Updater(self.accelerator, module, self._ranks, config, pad_id, reference)
-        updater.faults_folder = checkpointer.run_folder / "faults"
-        if resumed is not None:
-            load_optimizer(resumed, updater.optimizer)
-            updater.load_state_dict(saved)
-        self.updater = updater
-        self.sync_weights()
-        return updater

@@ -72,6 +72,9 @@ def test_the_state_comes_back_as_it_was(tmp_path):
         step=57,
         evaluations=[{"after": "start", "step": 0, "success": {"airline": {"mean": 0.1}}}],
         training={"airline": {"episodes": 9}},
+        start_report={"domains": {"airline": {"groups": 2}}},
+        error_counts={"airline": [16, 1]},
+        dead_steps={"airline": 3},
     )
     path = save(tmp_path, "step-000057", small_model(), tokenizer(), state.state_dict())
     again = TrainState()

@@ -21,11 +21,13 @@ from pipeline.evaluation import advice
 from pipeline.evaluation.advice import (
     DEAD_STEPS,
     ActionCollapse,
-    DeadDomains,
     StandStill,
-    StartReport,
+    count_dead_steps,
+    dead_domains,
     decision_of,
     fallen_domains,
+    gathered_groups,
+    groups_of,
     lost_domains,
     start_report,
 )
@@ -42,11 +44,9 @@ from tests.support.messages import says
 ALONE = Ranks(0, 1, 5)
 
 
-def resumed(owner):
+def resumed(state):
     """The same after a checkpoint."""
-    again = type(owner)()
-    again.load_state_dict(json.loads(json.dumps(owner.state_dict())))
-    return again
+    return json.loads(json.dumps(state))
 
 
 def ran(dead_steps: int, folder: str, *flags: str) -> tuple[int, str]:
@@ -91,9 +91,7 @@ def evaluated(**rewards):
 
 def report(played, settings=None, baselines=BASELINES, **rewards):
     held_out = {"airline": [[0, 0]] * 4, "retail": [[1, 0]] * 4, **rewards}
-    gathered = StartReport()
-    gathered.add(played, 4)
-    groups = gathered.gathered(Ranks(0, 1, 5))
+    groups = gathered_groups(groups_of(played, 4), ALONE)
     return start_report(groups, evaluated(**held_out), settings or config_of(), baselines)
 
 
@@ -125,9 +123,7 @@ def test_rates_come_from_the_groups_and_the_evaluation():
 
 def test_without_an_evaluation_before_grpo_the_groups_alone_count():
     played = [*episodes("airline", "a", 1, 0, 0, 0), *episodes("retail", "a", 0, 0, 0, 0)]
-    gathered = StartReport()
-    gathered.add(played, 4)
-    found = start_report(gathered.gathered(Ranks(0, 1, 5)), None, config_of(), BASELINES)
+    found = start_report(groups_of(played, 4), None, config_of(), BASELINES)
     assert (found["after"], found["domains"]["airline"]["held_out"]) == (None, None)
     assert "held-out: " not in start_block(found)
     says(found["lines"][0], "retail: the only group has no signal")
@@ -174,12 +170,9 @@ def test_a_domain_that_no_stage_trains_has_no_line():
     assert found["lines"] == [] and found["domains"]["airline"]["pass@1"] is None
 
 
-def test_the_order_of_groups_does_not_depend_on_the_ranks_and_a_resume_keeps_the_report():
+def test_the_order_of_groups_does_not_depend_on_the_ranks():
     first, second = episodes("airline", "a", 1, 0, 0, 0), episodes("airline", "b", 0, 0, 0, 0)
     assert report([*first, *second]) == report([*second, *first])
-    made = StartReport()
-    made.content = report([*first, *second])
-    assert resumed(made).content == made.content
 
 
 # Dead domains and falls
@@ -227,9 +220,8 @@ def test_advice_fits_the_run_and_shows_an_answer(settings, reason, told):
     )
     key = {"domain": "retail", "stop_reason": StopReason(reason)}
     said = [{"role": "user", "content": "no"}, say("blip\nBearer s3cret0123456789 " + 99 * "x")]
-    gathered = StartReport()
-    gathered.add([make_trajectory(messages=said, **key) for _ in range(2)], 2)
-    (line,) = start_report(gathered.gathered(ALONE), None, config, {})["lines"]
+    groups = groups_of([make_trajectory(messages=said, **key) for _ in range(2)], 2)
+    (line,) = start_report(groups, None, config, {})["lines"]
     says(line, told, "; an answer begins 'blip")
     assert "\n" not in line and "s3cret" not in line and len(line) < 600
 
@@ -258,11 +250,11 @@ def test_steps_with_signal_that_move_nothing_are_told_once():
 
 def dead_after(*steps):
     """The messages after each of the steps in stage retail."""
-    dead, lines = DeadDomains(), []
+    dead, lines = {}, []
     for metrics in steps:
         dead = resumed(dead)
-        dead.add(RETAIL, metrics)
-        lines.append(dead.messages(RETAIL, RECORDS, ALONE, config_of()))
+        count_dead_steps(dead, RETAIL, metrics)
+        lines.append(dead_domains(dead, RETAIL, RECORDS, ALONE, config_of()))
     return lines
 
 
@@ -425,11 +417,11 @@ def told(*steps, ranks=ALONE):
     """The lines after each step, with a resume before each."""
     decisions, lines = ActionCollapse(), []
     for step, episodes in enumerate(steps, 1):
-        decisions = resumed(decisions)
+        decisions = ActionCollapse(**resumed(vars(decisions)))
         mine = named(episodes)[4 * ranks.rank : 4 * ranks.rank + 4 if ranks.num_ranks > 1 else None]
         decisions.add(STAGE, step, mine, {"desk": DESK}, 1.0, ranks)
         lines.append([*decisions.messages({**METRICS, "train/entropy": 1 / step}, CONFIG)])
-    return lines, decisions.state_dict()
+    return lines, vars(decisions)
 
 
 def test_a_policy_that_falls_to_one_action_is_named_within_five_steps_and_once():
@@ -446,7 +438,7 @@ def test_a_policy_that_falls_to_one_action_is_named_within_five_steps_and_once()
         line, "(50 % at first), and 50 % succeed", "entropy 1 -> 0.17, 75 % of the domain's groups"
     )
     says(line, "lower learning_rate (0.0003)", "rule_share 0.3", "entropy_coef (0.005)", "beta (0)")
-    assert state["decisions"]["said"] == ["desk"]
+    assert state["said"] == ["desk"]
 
 
 def test_a_policy_that_acts_alike_from_the_start_is_told_to_spread():
@@ -461,7 +453,7 @@ def entropies(*values, solved=False, trained=8.0):
     """The lines after steps with these entropies, with a resume before each."""
     lines, decisions = list[str](), ActionCollapse()
     for step, entropy in enumerate(values, 1):
-        decisions = resumed(decisions)
+        decisions = ActionCollapse(**resumed(vars(decisions)))
         decisions.add(STAGE, step, named(of_step("", solved=solved)), {"desk": DESK}, 1.0, ALONE)
         metrics = {"train/entropy": entropy, "train/trained_episodes": trained}
         lines += [f"{step} {line}" for line in decisions.messages(metrics, CONFIG)]

@@ -2,16 +2,17 @@
 records; and when too many episodes of a domain end in errors of their environment.
 """
 
-import json
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
 from accelerate import Accelerator
 
+from pipeline.common.errors import RunError
 from pipeline.config.settings import Config, RolloutSettings
 from pipeline.distributed.ranks import Ranks
 from pipeline.evaluation.evaluate import (
-    ErrorRates,
+    error_counts,
     evaluate,
     failed_trials,
     refuse_failed_trials,
@@ -235,19 +236,11 @@ def test_sampled_and_greedy_success_stand_side_by_side():
 
 # Environment errors
 
-WHEN = "since the stage began"
 FAILED = {"stop_reason": StopReason.ENVIRONMENT_ERROR, "error": "KeyError: 'x'"}
 
 
 def limits(max_error_rate, num_generations=8):
     return RolloutSettings(max_error_rate=max_error_rate, num_generations=num_generations)
-
-
-def shares_of(**counts):
-    shares = ErrorRates()
-    for domain, (episodes, errors) in counts.items():
-        shares.add(domain, episodes, errors)
-    return shares
 
 
 @pytest.mark.parametrize(
@@ -263,17 +256,14 @@ def shares_of(**counts):
     ],
 )
 def test_enough_episodes_are_judged_by_their_share(counts, limit, stops):
-    assert (shares_of(retail=counts).problem(limits(limit), WHEN) is not None) == stops
+    with pytest.raises(RunError) if stops else nullcontext():
+        stop_on_errors(ALONE, {"retail": counts}, limits(limit))
 
 
-def test_counts_of_records_survive_a_checkpoint_and_go_on():
+def test_records_are_counted_by_domain():
     played = [make_trajectory(domain="retail", **FAILED), make_trajectory(domain="retail")]
-    rates = ErrorRates([t.record() for t in [*played, make_trajectory(domain="airline")]])
-    again = ErrorRates()
-    again.load_state_dict(json.loads(json.dumps(rates.state_dict())))
-    again.add("retail", 14, 9)
-    assert again.counts == {"retail": [16, 10], "airline": [1, 0]}
-    assert rates.counts == {"retail": [2, 1], "airline": [1, 0]}
+    counts = error_counts([t.record() for t in [*played, make_trajectory(domain="airline")]])
+    assert counts == {"retail": [2, 1], "airline": [1, 0]}
 
 
 # What a step adds
@@ -307,9 +297,9 @@ def played_step(rank):
     )
 
 
-def stopped(ranks, shares, limit, *arguments):
+def stopped(ranks, counts, limit, *arguments):
     try:
-        stop_on_errors(ranks, shares, config_of(max_error_rate=limit).rollout, *arguments)
+        stop_on_errors(ranks, counts, config_of(max_error_rate=limit).rollout, *arguments)
     except RuntimeError as error:
         return str(error)
     return None
@@ -320,14 +310,13 @@ def step_on_this_rank():
     ranks = Ranks(accelerator.process_index, accelerator.num_processes, 30)
     batch = played_step(ranks.rank)
     metrics, counts = rollout_metrics(batch, ranks, config_of(), (), 100)
-    shares = shares_of(**counts)
     names = ("rollout/tool_errors", "rollout/environment_errors", "rollout/episodes")
     names += ("train/num_tokens", "rollout/reward_std")
     trls = [name for name in metrics if name.startswith(("completions/", "tools/"))]
     return {
-        "shares": shares.counts,
+        "counts": counts,
         "metrics": {name: metrics[name] for name in (*names, *trls)},
-        "stopped": [stopped(ranks, shares, limit, batch.trajectories) for limit in (0.25, 0.2)],
+        "stopped": [stopped(ranks, counts, limit, batch.trajectories) for limit in (0.25, 0.2)],
     }
 
 
@@ -339,7 +328,7 @@ def test_errors_of_all_that_all_ranks_played_are_counted():
     assert isinstance(results[0], dict), results
     assert results[0] == results[1]
     assert results[0] == {
-        "shares": {"desk": [4, 1], "shop": [4, 1]},
+        "counts": {"desk": (4, 1), "shop": (4, 1)},
         # Each of rank 0's four episodes and two of rank 1's had two; four are of the stage's own.
         "metrics": {
             "rollout/tool_errors": 12,
