@@ -223,7 +223,9 @@ class Run:
             facts["tools"] = {n: tool_schemas(d.environment) for n, d in self.parts.domains.items()}
             stages = self.stages
             held_out = self.parts.held_out
-            write_results(self.folder, self.config, self.state, stages, held_out, facts, is_final)
+            write_results(
+                self.folder, self.config, self.state, stages, held_out, facts, is_final=is_final
+            )
 
 
 def open_run(

@@ -155,7 +155,10 @@ def make_updater(run: Run) -> Updater:
     if resumed is not None and (reference or config.model.use_peft):
         load(resumed)
     pad_id = tokenizer.pad_token_id or 0
-    updater = Updater(run.accelerator, module, run.ranks, config, pad_id, reference)
+    updater = Updater(
+        run.accelerator, module, run.ranks, config, reference=reference, pad_id=pad_id
+    )
+    updater.warm_up()
     updater.faults_folder = run.folder / "faults"
     if resumed is not None:
         load_optimizer(resumed, updater.optimizer)

@@ -393,6 +393,7 @@ def write_results(
     stages: Sequence[Stage],
     held_out: Mapping[str, Sequence[Task]],
     facts: Mapping[str, Any],
+    *,
     is_final: bool,
 ) -> None:
     """Write `curriculum.json` and `results.json`; `results.json` also gets the entries of `facts`.

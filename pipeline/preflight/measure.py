@@ -195,7 +195,7 @@ def alone(config: Config, parts: Prepared) -> tuple[Learner, Ranks]:
 def updater_of(learner: Learner, ranks: Ranks, config: Config) -> Updater:
     module = learner.module_to_train()
     reference = Reference(module) if config.grpo.beta > 0 else None
-    return Updater(learner.accelerator, module, ranks, config, 0, reference)
+    return Updater(learner.accelerator, module, ranks, config, reference=reference)
 
 
 def play_longest(learner: Learner, prompt: list[int], longest: int, size: int) -> list[Trajectory]:

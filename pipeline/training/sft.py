@@ -95,7 +95,8 @@ def fine_tune(
         recompute_layers(model)
     module = TokenLogprobs(model, temperature=1.0, trains_entropy=False).eval()  # without dropout
     options: dict[str, Any] = {"decays_vectors": False, "loss": supervised_loss}
-    updater = Updater(accelerator, module, ranks, config, 0, **options)
+    updater = Updater(accelerator, module, ranks, config, **options)
+    updater.warm_up()
     if losses:
         assert resumed is not None, "the moments are in a checkpoint"
         load_optimizer(resumed, updater.optimizer)

@@ -95,7 +95,7 @@ class Updater:
 
     `accelerator` prepares `module` for training. `reference`, a Reference of `module`, is
     required if `grpo.beta` is above 0. `loss` has the signature of `grpo_loss`. Weight decay leaves
-    out norms and biases unless `decays_vectors`.
+    out norms and biases unless `decays_vectors`. With several ranks, `warm_up` comes first.
     """
 
     def __init__(
@@ -104,9 +104,9 @@ class Updater:
         module: TokenLogprobs,
         ranks: Ranks,
         config: Config,
-        pad_id: int,
-        reference: Reference | None = None,
         *,
+        reference: Reference | None = None,
+        pad_id: int = 0,
         loss: Callable[..., tuple[torch.Tensor, TokenStats]] = grpo_loss,
         decays_vectors: bool = True,
     ) -> None:
@@ -150,12 +150,18 @@ class Updater:
         self._skipped_step: int | None = None
         self._smaller_budget: int | None = None  # after memory ran out
         self._nothing = empty_batch(pad_id)
+        if not self.is_sharded:
+            self.gradient_all_reduce = sum_gradients(accelerator.prepare(GradientAllReduce(module)))
+
+    def warm_up(self) -> None:
+        """Let DDP form its buckets; every rank must call this before the first update.
+
+        DDP changes its buckets, and so the order of its sums, after the first all-reduce. After
+        these extra all-reduces, a resumed run and an uninterrupted run sum in the same order, and
+        each gradient is a part of a bucket.
+        """
         if self.is_sharded:
             return
-        self.gradient_all_reduce = sum_gradients(accelerator.prepare(GradientAllReduce(module)))
-        # DDP changes its buckets, and so the order of its sums, after the first all-reduce. After
-        # these extra all-reduces, a resumed run and an uninterrupted run sum in the same order, and
-        # each gradient is a part of a bucket.
         for _ in range(2):
             self.optimizer.zero_grad()
             self._all_reduce_gradients()
@@ -189,10 +195,9 @@ class Updater:
         """Do one optimizer step on all ranks' `trajectories`; return statistics over all ranks.
 
         The step uses only episodes with True in `kept` (default: all episodes). `is_last` is False
-        if the next call is another update on the same episodes. All ranks skip an
-        optimizer step whose loss or gradient is not finite. All ranks raise RuntimeError after more
-        than `max_skipped_steps` skipped steps in a row. A rank raises RuntimeError if a single
-        episode does not fit into the rank's memory.
+        if the next call is another update on the same episodes. All ranks skip a step whose loss or
+        gradient is not finite, and raise RuntimeError after more than `max_skipped_steps` of these
+        in a row. A rank raises RuntimeError if a single episode does not fit into its memory.
         """
         kept = [True] * len(trajectories) if kept is None else kept
         lengths = [t.num_sampled_in_all * k for t, k in zip(trajectories, kept, strict=True)]

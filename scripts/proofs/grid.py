@@ -236,7 +236,8 @@ def update(cell: Cell, accelerator: Any, ranks: Ranks) -> Outcome:
     module = TokenLogprobs(model, 1.0)
     with torch.no_grad():  # a pass that leaves no trace in the update
         module(empty_batch(0))
-    updater = _CutUpdater(accelerator, module, ranks, config, 0)
+    updater = _CutUpdater(accelerator, module, ranks, config)
+    updater.warm_up()
     updater.cell = cell
     updater.reference = Reference(module)
     other = TokenLogprobs(model_of(cell, seed=1), 1.0)

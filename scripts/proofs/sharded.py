@@ -131,7 +131,7 @@ def train(num_layers: int, hidden: int, folder: str) -> dict[str, float]:
     if ranks.num_ranks > 1:
         shard_model(model, layers, None, reshards=True)
     config = Config(grpo={"shard": "full", "max_tokens_per_microbatch": 200})
-    updater = Updater(accelerator, TokenLogprobs(model, 1.0), ranks, config, 0)
+    updater = Updater(accelerator, TokenLogprobs(model, 1.0), ranks, config)
     rows, advantages = make_episodes(8)
     with Peak() as peak:
         for _ in range(2):

@@ -125,7 +125,8 @@ def update(folder, shard, resume):
         path, _ = find_checkpoint(folder, "latest")
         model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     ranks = Ranks(rank, num_ranks, 60)
-    updater = Updater(accelerator, TokenLogprobs(model, 1.0), ranks, config, 0)
+    updater = Updater(accelerator, TokenLogprobs(model, 1.0), ranks, config)
+    updater.warm_up()
     if resume:
         load_optimizer(path, updater.optimizer)
     rows, advantages = make_episodes(12)

@@ -70,7 +70,8 @@ def go_on(folder, shard, adapters, num_updates=2):
     if shard == "full":
         shard_model(model, outer_layers(model), None, reshards=True)
     config = Config(grpo={"shard": shard})
-    updater = Updater(accelerator, TokenLogprobs(model, 1.0), ranks, config, 0)
+    updater = Updater(accelerator, TokenLogprobs(model, 1.0), ranks, config)
+    updater.warm_up()
     state = TrainState()
     if path is not None:
         state.load_state_dict(read_state(path))
@@ -170,7 +171,9 @@ def updates_without_memory(cases):
             recompute_layers(model)
         module = TokenLogprobs(model, 1.0)
         config = {"shard": "full", "beta": 0.1, "share_prefixes": False}
-        updater = Updater(accelerator, module, ranks, Config(grpo=config), 0, Reference(module))
+        updater = Updater(
+            accelerator, module, ranks, Config(grpo=config), reference=Reference(module)
+        )
         gradients = []
         updater.optimizer.register_step_pre_hook(
             lambda *_, model=model, gradients=gradients: gradients.extend(

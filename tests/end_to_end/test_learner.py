@@ -99,7 +99,8 @@ def diverge(use_peft):
     frozen = copy.deepcopy(module)
     settings = {"beta": 0.3, "entropy_coef": 0.0, "max_tokens_per_microbatch": 100}
     config = Config.model_validate({"grpo": settings})
-    updater = Updater(accelerator, module, ranks, config, 0, Reference(module))
+    updater = Updater(accelerator, module, ranks, config, reference=Reference(module))
+    updater.warm_up()
     mine = slice(rank, None, num_ranks)
     for _ in range(2):
         updater.update_policy(ROWS[mine], ADVANTAGES[mine], 1e-2)

@@ -65,7 +65,7 @@ def test_kept_episodes_that_are_gone_or_damaged_are_a_warning(tmp_path, text, ca
 
 def probe(model, anchors, deterministic=False):
     config = Config(run={"deterministic": deterministic}, grpo={"max_tokens_per_microbatch": 16})
-    updater = Updater(Accelerator(cpu=True), TokenLogprobs(model, 1.0), ALONE, config, 0)
+    updater = Updater(Accelerator(cpu=True), TokenLogprobs(model, 1.0), ALONE, config)
     kl_probe = KLProbe(Path(), config, ALONE)
     kl_probe.episodes = anchors
     return kl_probe.divergences(updater)

@@ -141,9 +141,8 @@ def hold(way, make):
         shard_model(model, outer_layers(model), None, reshards=not flags)
     for name, exchange in exchanges.items():
         setattr(dist, name, exchange)
-    updater = Updater(
-        accelerator, TokenLogprobs(model, 1.0), ranks, Config(grpo={"shard": shard}), 0
-    )
+    updater = Updater(accelerator, TokenLogprobs(model, 1.0), ranks, Config(grpo={"shard": shard}))
+    updater.warm_up()
     held = {}
 
     def count(*_):

@@ -24,7 +24,7 @@ def first_updates(factor: float) -> float:
     optimizer = torch.optim.AdamW(minimal.parameters(), lr=RATE, weight_decay=0.0)
     alive = torch.ones(16, dtype=torch.bool)
     minimal_grpo.update(minimal, optimizer, episodes, torch.tensor(advantages), alive, config)
-    updater = Updater(Accelerator(), whole, Ranks(0, 1, 60), config, 0)
+    updater = Updater(Accelerator(), whole, Ranks(0, 1, 60), config)
     updater.update_policy(episodes, [factor * advantage for advantage in advantages], RATE)
     mine, other, start = (
         torch.cat([p.detach().flatten() for p in module.parameters()])

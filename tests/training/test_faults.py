@@ -70,7 +70,9 @@ def updater_of(module, budget=BUDGET, run=None, **grpo) -> Updater:
     config = Config.model_validate(
         {"grpo": settings, "rollout": {"num_generations": 4}, "run": run or {}}
     )
-    return Updater(accelerator, module, ranks, config, 0)
+    updater = Updater(accelerator, module, ranks, config)
+    updater.warm_up()
+    return updater
 
 
 def mine(ranks):

@@ -132,7 +132,7 @@ def watch(use_peft):
     )
     module, config = TokenLogprobs(model, 1.0), Config.model_validate({"grpo": {"beta": 0.1}})
     ranks, loss = Ranks(rank, num_ranks, 60), types.note_loss
-    made = Updater(accelerator, module, ranks, config, 0, Reference(module), loss=loss)
+    made = Updater(accelerator, module, ranks, config, reference=Reference(module), loss=loss)
     made.optimizer.register_step_pre_hook(
         lambda *_: types.note("gradients", *(p.grad for p in made.parameters))
     )

@@ -447,7 +447,7 @@ def two_updates(settings, folders, episodes, rows, sampler):
     module.model.load_state_dict(new_model().state_dict())
     rollout = RolloutSettings(max_tokens=MAX_TOKENS, num_generations=4, sampler=sampler)
     config = Config(grpo=settings, rollout=rollout)
-    updater = Updater(Accelerator(cpu=True), module, Ranks(0, 1, 60.0), config, 0, reference)
+    updater = Updater(Accelerator(cpu=True), module, Ranks(0, 1, 60.0), config, reference=reference)
     advantages = group_advantages(torch.tensor(REWARDS), 4).tolist()
     updates = [
         updater.update_policy(rows, advantages, 1e-2, is_last=last) for last in (False, True)

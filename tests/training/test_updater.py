@@ -21,7 +21,7 @@ def config_of(**grpo) -> Config:
 def updater_of(model, **grpo) -> Updater:
     accelerator = Accelerator()
     ranks = Ranks(accelerator.process_index, accelerator.num_processes, 60)
-    return Updater(accelerator, TokenLogprobs(model, 1.0), ranks, config_of(**grpo), 0)
+    return Updater(accelerator, TokenLogprobs(model, 1.0), ranks, config_of(**grpo))
 
 
 def flat(model):
@@ -90,7 +90,8 @@ def crowded(num_episodes):
     module.forward = forward
     ranks = Ranks(accelerator.process_index, accelerator.num_processes, 60)
     config = config_of(max_tokens_per_microbatch=90, balance_ranks=False)
-    updater = Updater(accelerator, module, ranks, config, 0)
+    updater = Updater(accelerator, module, ranks, config)
+    updater.warm_up()
     rows, advantages = make_episodes(num_episodes + 8)
     mine = slice(8, None) if is_last else slice(0, 8)
     for _ in range(2):
@@ -177,7 +178,7 @@ def test_all_conversations_of_an_episode_have_its_advantage_and_share_its_weight
         update={"rollout": config.rollout.model_copy(update={"num_generations": 2})}
     )
     module = TokenLogprobs(small_model(), 1.0)
-    updater = Updater(Accelerator(), module, Ranks(0, 1, 60), config, 0, loss=loss)
+    updater = Updater(Accelerator(), module, Ranks(0, 1, 60), config, loss=loss)
     statistics = updater.update_policy([plain, several], [0.5, -2.0], 1e-3)
     assert statistics["train/trained_episodes"] == 2
     of_plain, of_several = {

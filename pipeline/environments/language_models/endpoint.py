@@ -104,6 +104,7 @@ class Endpoint:
         temperature: float,
         key: str,
         patience_s: float,
+        *,
         say: Callable[[str], None],
         role: str = "customer",
         as_written: bool = False,

@@ -45,7 +45,7 @@ def pauses(monkeypatch):
 class Client:
     def __init__(self, url, patience_s=60.0, key="", temperature=0.7):
         self.lines, self.paid = [], []
-        self.endpoint = Endpoint(url, "m", temperature, key, patience_s, self.lines.append)
+        self.endpoint = Endpoint(url, "m", temperature, key, patience_s, say=self.lines.append)
 
     async def ask(self, tools=()):
         return await self.endpoint.answer(ASKED, tools, 5, lambda *paid: self.paid.append(paid))
