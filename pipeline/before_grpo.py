@@ -132,6 +132,7 @@ def warm_start(run: Run) -> None:
             run.learner.model,
             examples,
             schedule,
+            sharded=run.learner.sharded,
             state=unfinished,
             resumed=run.checkpointer.resumed,
             on_step=keep,
@@ -190,6 +191,7 @@ def _rft_round(run: Run, number: int) -> None:
                 run.learner.model,
                 examples,
                 schedule,
+                sharded=run.learner.sharded,
                 on_step=on_step,
             )
     run.say(round_in_words(entry))

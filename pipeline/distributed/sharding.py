@@ -20,19 +20,42 @@ from pipeline.common.errors import UserError
 
 Result = TypeVar("Result")
 ROW = 64
-ROOT = "_sharding_root"  # attribute of a sharded model
 
 
-class _Root(nn.Module):
-    """Gathers the parameters outside the layers (embedding, last norm, output layer) for a call."""
+class Sharded:
+    """A model whose parameters are spread over the ranks; `shard_model` makes it.
+
+    `root` is a module whose call computes with the gathered parameters outside the layers:
+    embedding, last norm, output layer.
+    """
 
     def __init__(self, model: nn.Module, reshards: bool) -> None:
-        super().__init__()
-        self.model = model
+        self.root: Any = _Root(model)
         self.reshards = reshards
         self.is_held = False
         self.num_exchanges = 0
         self.num_left_out = 0  # of the next exchanges, those that this rank has done before
+
+    def modules(self) -> list[Any]:
+        from torch.distributed.fsdp import FSDPModule
+
+        return [module for module in self.root.modules() if isinstance(module, FSDPModule)]
+
+    def set_held(self, is_held: bool) -> None:
+        self.is_held = is_held
+        self.root.set_requires_gradient_sync(not is_held)
+        self.root.set_reshard_after_backward(not is_held)
+
+    def free_gathered(self) -> None:
+        """Free gathered parameters; the next pass gathers them anew."""
+        for module in self.modules():
+            module.reshard()
+
+
+class _Root(nn.Module):
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
 
     def forward(self, compute: Callable[[], Result]) -> Result:
         return compute()
@@ -41,8 +64,8 @@ class _Root(nn.Module):
 class _Exchange:
     """torch's `AllGather` and `ReduceScatter` of `fully_shard`; counts, and can leave some out."""
 
-    def __init__(self, root: _Root, exchange: Callable[..., Any]) -> None:
-        self.root = root
+    def __init__(self, sharded: Sharded, exchange: Callable[..., Any]) -> None:
+        self.sharded = sharded
         self.exchange = exchange
 
     def allocate(self, size: Sequence[int], **options: Any) -> torch.Tensor:
@@ -51,19 +74,20 @@ class _Exchange:
     def __call__(
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, **options: Any
     ) -> Any:
-        if self.root.num_left_out:
-            self.root.num_left_out -= 1
+        if self.sharded.num_left_out:
+            self.sharded.num_left_out -= 1
             return None
-        self.root.num_exchanges += 1
+        self.sharded.num_exchanges += 1
         return self.exchange(output_tensor, input_tensor, **options)
 
 
 def shard_model(
     model: nn.Module, layers: Sequence[nn.Module], compute: torch.dtype | None, *, reshards: bool
-) -> None:
+) -> Sharded:
     """Shard a model's parameters over the ranks in place; all ranks must call this function.
 
-    Raises UserError before torch 2.13, which cannot leave a pass half done.
+    What computes with the model needs the result. Raises UserError before torch 2.13, which cannot
+    leave a pass half done.
     The parameters become DTensors in float32 (frozen ones keep their types). Layers compute with
     `compute`, or with the parameters' own types. Gradients are summed over the ranks, in float32 or
     more. If `reshards`, a layer's parameters are freed after its forward and its backward pass;
@@ -80,116 +104,93 @@ def shard_model(
     policy = MixedPrecisionPolicy(compute, reduced, cast_forward_inputs=False)
     for layer in layers:
         fully_shard(layer, mesh=mesh, reshard_after_forward=reshards, mp_policy=policy)
-    root: Any = fully_shard(_Root(model, reshards), mesh=mesh, mp_policy=policy)
-    for module in _sharded_modules(root):
+    sharded = Sharded(model, reshards)
+    fully_shard(sharded.root, mesh=mesh, mp_policy=policy)
+    for module in sharded.modules():
         # A sum, not a mean. These settings are of each module alone.
         module.set_force_sum_reduction_for_comms(True)
         module.set_gradient_divide_factor(1.0)
-        module.set_custom_all_gather(_Exchange(root, dist.all_gather_single))
-        module.set_custom_reduce_scatter(_Exchange(root, dist.reduce_scatter_single))
-    vars(model)[ROOT] = root  # not a submodule of the model
-
-
-def _sharded_modules(root: nn.Module) -> list[Any]:
-    from torch.distributed.fsdp import FSDPModule
-
-    return [module for module in root.modules() if isinstance(module, FSDPModule)]
+        module.set_custom_all_gather(_Exchange(sharded, dist.all_gather_single))
+        module.set_custom_reduce_scatter(_Exchange(sharded, dist.reduce_scatter_single))
+    return sharded
 
 
 def is_sharded(model: Any) -> bool:
-    return ROOT in vars(model)
+    return hasattr(next(model.parameters()), "full_tensor")
 
 
-def computed(model: Any, compute: Callable[[], Result]) -> Result:
+def computed(sharded: Sharded | None, compute: Callable[[], Result]) -> Result:
     """Return `compute()`, which calls layers of a model that may be sharded."""
-    root: Any = vars(model).get(ROOT)
-    if root is None:
+    if sharded is None:
         return compute()
-    result: Result = root(compute)
-    if not torch.is_grad_enabled() and not root.is_held:  # else a backward pass frees it
-        free_gathered(model)
+    result: Result = sharded.root(compute)
+    if not torch.is_grad_enabled() and not sharded.is_held:  # else a backward pass frees it
+        sharded.free_gathered()
     return result
 
 
-def free_gathered(model: Any) -> None:
-    """Free gathered parameters; the next pass gathers them anew."""
-    for module in _sharded_modules(vars(model)[ROOT]):
-        module.reshard()
-
-
-def passes_together(model: Any) -> bool:
+def passes_together(sharded: Sharded | None) -> bool:
     """Return True if a pass through the model now is a collective."""
-    root: Any = vars(model).get(ROOT)
-    return root is not None and not root.is_held
+    return sharded is not None and not sharded.is_held
 
 
 @contextmanager
-def held(model: Any) -> Iterator[None]:
+def held(sharded: Sharded | None) -> Iterator[None]:
     """Gather all parameters of a model whose layers do not reshard, and keep them in the context.
 
     Passes in the context then use no other rank. `add_up` adds up their gradients at the end.
     """
-    root: Any = vars(model).get(ROOT)
-    if root is None or root.reshards:
+    if sharded is None or sharded.reshards:
         yield
         return
-    _set_local(root, True)
-    for module in _sharded_modules(root):
+    sharded.set_held(True)
+    for module in sharded.modules():
         module.unshard()
     try:
         yield
     finally:
-        _set_local(root, False)
-        free_gathered(model)
+        sharded.set_held(False)
+        sharded.free_gathered()
 
 
-def add_up(model: Any, compute: Callable[[], object]) -> None:
+def add_up(sharded: Sharded | None, compute: Callable[[], object]) -> None:
     """Sum the gradients of all passes of the context `held` over the ranks, at its end.
 
     `compute` is another pass with a backward pass, of gradients that are zero. In other contexts,
     each pass has done this.
     """
-    root: Any = vars(model).get(ROOT)
-    if root is not None and root.is_held:
-        _set_local(root, False)
+    if sharded is not None and sharded.is_held:
+        sharded.set_held(False)
         compute()
 
 
-def _set_local(root: Any, is_local: bool) -> None:
-    root.is_held = is_local
-    root.set_requires_gradient_sync(not is_local)
-    root.set_reshard_after_backward(not is_local)
-
-
-def num_exchanges(model: Any) -> int:
+def num_exchanges(sharded: Sharded | None) -> int:
     """Return the exchanges that a model has done in passes; 0 if it is not sharded."""
-    return getattr(vars(model).get(ROOT), "num_exchanges", 0)
+    return 0 if sharded is None else sharded.num_exchanges
 
 
-def leave_pass(model: Any, num_before: int, compute: Callable[[], object]) -> None:
+def leave_pass(sharded: Sharded | None, num_before: int, compute: Callable[[], object]) -> None:
     """Leave a pass that an exception has ended; the gradients on all ranks are then useless.
 
     Where other ranks wait inside the pass, go through the rest of it with `compute`, a small pass:
     it leaves out the exchanges that the failed pass has done, those since `num_before`
     (`num_exchanges` at the beginning of the pass). See `start_over`.
     """
-    root: Any = vars(model).get(ROOT)
-    if root is None:
+    if sharded is None:
         return
-    root.reset_iter_state()
-    if not root.is_held:
-        root.num_left_out = root.num_exchanges - num_before
+    sharded.root.reset_iter_state()
+    if not sharded.is_held:
+        sharded.num_left_out = sharded.num_exchanges - num_before
         compute()
 
 
-def start_over(model: Any, compute: Callable[[], object]) -> None:
+def start_over(sharded: Sharded | None, compute: Callable[[], object]) -> None:
     """Flush what failed passes have left in a sharded model; all ranks must call this function.
 
     `compute` is a pass with a backward pass. The caller then zeroes the gradients.
     """
-    root: Any = vars(model).get(ROOT)
-    if root is not None:
-        root.reset_iter_state()
+    if sharded is not None:
+        sharded.root.reset_iter_state()
         compute()
 
 
@@ -262,19 +263,20 @@ def read_parts(folder: Path, tensors: dict[str, torch.Tensor]) -> bool:
 
 
 @contextmanager
-def exchanged(model: Any, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> Iterator[None]:
+def exchanged(
+    sharded: Sharded, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]
+) -> Iterator[None]:
     """Let a sharded model compute with the second tensor of each pair in place of the first."""
-    pairs = list(pairs)
-    _exchange(model, pairs)
+    _exchange(sharded, pairs)
     try:
         yield
     finally:
-        _exchange(model, pairs)
+        _exchange(sharded, pairs)
 
 
 @torch.no_grad()
-def _exchange(model: Any, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    free_gathered(model)
+def _exchange(sharded: Sharded, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    sharded.free_gathered()
     for first, second in pairs:
         kept = local(first).clone()
         local(first).copy_(local(second))

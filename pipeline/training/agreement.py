@@ -68,7 +68,7 @@ def refuse_disagreement(
     try:
         with _active_adapters(module.model, sampler, config):
             found = _differences(sampler, module, accelerator, config, prompt)
-        unused = _unused_adapters(module.model, prompt)
+        unused = _unused_adapters(module, prompt)
     except (UserError, RunError, MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as error:  # The code of a model may raise any exception.
@@ -123,12 +123,13 @@ def _differences(
     rounding = torch.zeros(())
     if not largest_mean <= BOUNDS[dtype_of(config.model)]:
         rounding = (trained_N - module(batch)[0]).abs().mean()
-    changed = _change_of_logits(module.model, batch.input_ids[:1])
+    changed = _change_of_logits(module, batch.input_ids[:1])
     return [float(x) for x in (changed, largest_mean, gaps_N.max(), rounding)]
 
 
-def _change_of_logits(model: Any, ids_BT: torch.Tensor) -> torch.Tensor:
+def _change_of_logits(module: TokenLogprobs, ids_BT: torch.Tensor) -> torch.Tensor:
     """Return how much a model changes the logits of its output layer, which training does not."""
+    model = module.model
 
     def change() -> torch.Tensor:
         hidden_BT = model.get_decoder()(ids_BT, use_cache=False).last_hidden_state
@@ -136,7 +137,7 @@ def _change_of_logits(model: Any, ids_BT: torch.Tensor) -> torch.Tensor:
         own = model(ids_BT, use_cache=False).logits
         return (logprobs_of(ours, 1.0) - logprobs_of(own, 1.0)).abs().mean()
 
-    return computed(model, change)
+    return computed(module.sharded, change)
 
 
 def _converse(sampler: Sampler, prompt: list[int], max_tokens: int) -> list[Trajectory]:
@@ -161,11 +162,12 @@ def _converse(sampler: Sampler, prompt: list[int], max_tokens: int) -> list[Traj
     return rows
 
 
-def _unused_adapters(model: Any, ids: list[int]) -> list[str]:
+def _unused_adapters(module: TokenLogprobs, ids: list[int]) -> list[str]:
     """Return the layers whose weights a model reads past their adapters.
 
     Such adapters would change the model only when they are merged into the weights.
     """
+    model = module.model
     if not has_adapters(model):
         return []
     from peft.tuners.lora import LoraLayer
@@ -176,7 +178,7 @@ def _unused_adapters(model: Any, ids: list[int]) -> list[str]:
     used = set[Any]()
     hooks = [layer.register_forward_pre_hook(lambda x, _: used.add(x)) for layer in layers]
     ids_1T = torch.tensor([ids], device=next(model.parameters()).device)
-    computed(model, lambda: model(ids_1T, use_cache=False))
+    computed(module.sharded, lambda: model(ids_1T, use_cache=False))
     for hook in hooks:
         hook.remove()
     return [name for layer, name in layers.items() if layer not in used]

@@ -9,7 +9,7 @@ from pipeline.common.errors import RunError, UserError
 from pipeline.config.settings import Config
 from pipeline.distributed.devices import dtype_of, uses_bf16
 from pipeline.distributed.ranks import Ranks
-from pipeline.distributed.sharding import shard_model
+from pipeline.distributed.sharding import Sharded, shard_model
 from pipeline.environments.domains import Domain
 from pipeline.environments.faults import FaultLog
 from pipeline.models import lora
@@ -99,6 +99,7 @@ class Learner:
         self._prompt = list[int]()  # of `check_agreement`
         self.note = fix_rotary(model, config.rollout.max_tokens)  # for the user, or empty
         self.model = model.to(accelerator.device)
+        self.sharded: Sharded | None = None  # the model, once it is spread over the ranks
         self._make_sampler = make_sampler
         self._probe = Probe(chat, dtype_of(config.model))
         self.sampling = SamplerPolicy(self._sampler(chat, ranks.is_main), chat, config.rollout)
@@ -133,7 +134,7 @@ class Learner:
             raise UserError(
                 f"shard: got full, but {name} has no layers to shard; set it to optimizer"
             )
-        shard_model(self.model, layers, compute, reshards=reshards)
+        self.sharded = shard_model(self.model, layers, compute, reshards=reshards)
 
     def attach(self, base: str) -> None:
         """Add LoRA adapters to the model `base`, and end its sampler; see `renew_sampler`."""
@@ -181,7 +182,9 @@ class Learner:
         if module is None or module.model is not self.model:
             # The updater's module computes under autocast only.
             limits = self._config.rollout
-            module = TokenLogprobs(self.model, temperature, max_tokens=limits.max_tokens).eval()
+            module = TokenLogprobs(
+                self.model, temperature, max_tokens=limits.max_tokens, sharded=self.sharded
+            ).eval()
             self._modules[temperature] = module
         return module
 
@@ -192,5 +195,11 @@ class Learner:
             recompute_layers(self.model)
         limits = config.rollout
         trains_entropy = config.grpo.entropy_coef > 0
-        module = TokenLogprobs(self.model, limits.temperature, trains_entropy, limits.max_tokens)
+        module = TokenLogprobs(
+            self.model,
+            limits.temperature,
+            trains_entropy,
+            limits.max_tokens,
+            sharded=self.sharded,
+        )
         return module.eval()  # without dropout

@@ -27,6 +27,7 @@ from pipeline.config.settings import Config
 from pipeline.data.rng import permutation
 from pipeline.data.tasks import Message
 from pipeline.distributed.ranks import Ranks
+from pipeline.distributed.sharding import Sharded
 from pipeline.environments.demonstrations import demonstrations_of, has_demonstrations
 from pipeline.environments.domains import Domain
 from pipeline.models.chat.template import Chat
@@ -72,11 +73,12 @@ def fine_tune(
     examples: Sequence[SFTExample],
     schedule: Schedule,
     *,
+    sharded: Sharded | None = None,
     state: dict[str, Any] | None = None,
     resumed: Path | None = None,
     on_step: Callable[[float, torch.optim.Optimizer], None] = lambda *_: None,
 ) -> float:
-    """Train `model` in place on examples in their order.
+    """Train `model`, which may be `sharded`, in place on examples in their order.
 
     Every rank must call this function with the same `examples`: those of all steps,
     `schedule.batch_size` for each step. `on_step` is called with the loss of each optimizer step,
@@ -93,7 +95,8 @@ def fine_tune(
     config = config.changed("grpo", **changed)
     if config.grpo.gradient_checkpointing:
         recompute_layers(model)
-    module = TokenLogprobs(model, temperature=1.0, trains_entropy=False).eval()  # without dropout
+    module = TokenLogprobs(model, temperature=1.0, trains_entropy=False, sharded=sharded)
+    module.eval()  # without dropout
     options: dict[str, Any] = {"decays_vectors": False, "loss": supervised_loss}
     updater = Updater(accelerator, module, ranks, config, **options)
     updater.warm_up()

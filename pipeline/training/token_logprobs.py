@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from pipeline.distributed.sharding import computed
+from pipeline.distributed.sharding import Sharded, computed
 from pipeline.models.layers import keep_less, logits_of, weight_of_logits
 from pipeline.models.rank_memory import LOGITS_PER_CHUNK
 from pipeline.models.sampling_copy import has_adapters
@@ -25,14 +25,21 @@ class TokenLogprobs(nn.Module):
     To save memory, the module computes logits in chunks, only at positions before sampled tokens.
     The backward pass computes the logits of each chunk but the last again. Entropies have gradients
     if `trains_entropy` is True. `max_tokens` is the maximum number of tokens of a sequence (0: not
-    known).
+    known). `sharded` is the model if its parameters are spread over the ranks.
     """
 
     def __init__(
-        self, model: Any, temperature: float, trains_entropy: bool = True, max_tokens: int = 0
+        self,
+        model: Any,
+        temperature: float,
+        trains_entropy: bool = True,
+        max_tokens: int = 0,
+        *,
+        sharded: Sharded | None = None,
     ) -> None:
         super().__init__()
         self.model = model
+        self.sharded = sharded
         self.temperature = temperature
         self.trains_entropy = trains_entropy
         self.shares_prefixes = follow_prefixes(model, max_tokens)
@@ -46,10 +53,10 @@ class TokenLogprobs(nn.Module):
             tree = {"tree": batch.tree, "attention_mask": NO_MASK.to(batch.input_ids.device)}
         compute = partial(self._logprobs, batch, tree)
         if not has_adapters(self.model):
-            return computed(self.model, compute)
+            return computed(self.sharded, compute)
         # LoRA's frozen weights are in the type in which the model computes; adapters stay in fp32.
         with torch.autocast(batch.input_ids.device.type, enabled=False):
-            return computed(self.model, compute)
+            return computed(self.sharded, compute)
 
     def _logprobs(
         self, batch: MicroBatch, tree: Mapping[str, Any]

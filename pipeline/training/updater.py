@@ -22,7 +22,6 @@ from pipeline.distributed.sharding import (
     add_up,
     exchanged,
     held,
-    is_sharded,
     leave_pass,
     num_exchanges,
     passes_together,
@@ -73,17 +72,17 @@ class Reference:
 
     def in_place(self) -> AbstractContextManager[None]:
         """Return the context in which `logprobs` computes."""
-        if not is_sharded(self.module.model):
+        if self.module.sharded is None:
             return nullcontext()
         named = dict(self.module.named_parameters())
         pairs = [(named[name], tensor) for name, tensor in self.parameters.items()]
-        return exchanged(self.module.model, pairs)
+        return exchanged(self.module.sharded, pairs)
 
     @torch.no_grad()
     def logprobs(self, batch: MicroBatch) -> torch.Tensor:
         """Return log-probabilities of `batch.targets` under the reference policy, [N]."""
         logprobs: torch.Tensor
-        if is_sharded(self.module.model):
+        if self.module.sharded is not None:
             logprobs = self.module(batch)[0]
         else:
             logprobs = functional_call(self.module, self.parameters, (batch,))[0]
@@ -116,7 +115,7 @@ class Updater:
         self.loss = loss
         self.module = accelerator.prepare_model(module, evaluation_mode=True)  # without DDP
         self.model = module.model
-        self.is_sharded = is_sharded(module.model)
+        self.sharded = module.sharded
         self.settings = settings = config.grpo
         self.limits = config.rollout
         self.corrects = config.corrects_sampling
@@ -150,7 +149,7 @@ class Updater:
         self._skipped_step: int | None = None
         self._smaller_budget: int | None = None  # after memory ran out
         self._nothing = empty_batch(pad_id)
-        if not self.is_sharded:
+        if self.sharded is None:
             self.gradient_all_reduce = sum_gradients(accelerator.prepare(GradientAllReduce(module)))
 
     def warm_up(self) -> None:
@@ -160,7 +159,7 @@ class Updater:
         these extra all-reduces, a resumed run and an uninterrupted run sum in the same order, and
         each gradient is a part of a bucket.
         """
-        if self.is_sharded:
+        if self.sharded is not None:
             return
         for _ in range(2):
             self.optimizer.zero_grad()
@@ -235,7 +234,7 @@ class Updater:
                 items = rearranged(items, make_plan([row[2:] for row in everyone]), self.ranks)
             done = self._accumulate(items, num_tokens)
             self._all_reduce_gradients()
-            if self.ranks.num_ranks > 1 and not self.is_sharded:
+            if self.ranks.num_ranks > 1 and self.sharded is None:
                 self.ranks.bytes["gradients"] += sum(p.nbytes for p in self.parameters)
         if is_last:
             self._trainer_logprobs.clear()
@@ -253,13 +252,15 @@ class Updater:
         return make_micro_batches(items, budget, self.pad_id, padding_free, self.shares_prefixes)
 
     def _all_reduce_gradients(self) -> None:
-        if self.ranks.num_ranks > 1 and not self.is_sharded:
+        if self.ranks.num_ranks > 1 and self.sharded is None:
             with self.ranks.waiting("gradients"):
                 self.accelerator.backward(self.gradient_all_reduce())
 
     def _zero_gradients(self) -> None:
         """Zero the gradients in DDP's buckets; without buckets, free the gradients."""
-        in_buckets = self.ranks.num_ranks > 1 and not (self.deterministic or self.is_sharded)
+        in_buckets = self.ranks.num_ranks > 1 and not (
+            self.deterministic or self.sharded is not None
+        )
         self.optimizer.zero_grad(set_to_none=not in_buckets)
 
     def _backward_in_order(
@@ -300,17 +301,17 @@ class Updater:
                 batches = with_trainer_logprobs(batches, known)
             self._smaller_budget = None
             of_reference = self._reference_logprobs(batches)
-            with held(self.model):
+            with held(self.sharded):
                 done = self._pass_through(
                     batches, partial(self._backward_one, num_tokens), of_reference
                 )
                 budget = self._agreed_budget()
                 if budget is None:
-                    add_up(self.model, nothing)
+                    add_up(self.sharded, nothing)
             if budget is None:
                 break
             self.max_tokens_per_microbatch = budget
-            start_over(self.model, nothing)
+            start_over(self.sharded, nothing)
             self._zero_gradients()
             rank_memory.give_memory_back()
         self.num_tokens += sum(batch.num_tokens for batch in batches)
@@ -325,7 +326,7 @@ class Updater:
     def _reference_logprobs(self, batches: Sequence[MicroBatch]) -> list[torch.Tensor] | None:
         if self.reference is None:
             return None
-        with self.reference.in_place(), held(self.model), self.accelerator.autocast():
+        with self.reference.in_place(), held(self.sharded), self.accelerator.autocast():
             return self._pass_through(batches, self._reference_one)
 
     def _reference_one(self, batch: MicroBatch, _: Any) -> torch.Tensor:
@@ -344,7 +345,7 @@ class Updater:
         """
         found = list[Result]()
         for batch, counts in self.passes(batches):
-            num_before = num_exchanges(self.model)
+            num_before = num_exchanges(self.sharded)
             is_small = self._smaller_budget is not None or not counts
             try:
                 if is_small:
@@ -361,14 +362,14 @@ class Updater:
                 continue
             # Inside `except`, less memory could be freed: the exception keeps activations alive.
             rank_memory.give_memory_back()
-            leave_pass(self.model, num_before, partial(compute, self._nothing, None))
-            if not passes_together(self.model):
+            leave_pass(self.sharded, num_before, partial(compute, self._nothing, None))
+            if not passes_together(self.sharded):
                 break
         return found
 
     def _agreed_budget(self) -> int | None:
         """Return the budget with which to compute again; of a sharded model, the ranks' least."""
-        if not self.is_sharded:
+        if self.sharded is None:
             return self._smaller_budget
         found = self.ranks.all_gather_numbers([self._smaller_budget or 0])
         return min((int(budget) for (budget,) in found if budget), default=None)
@@ -379,7 +380,7 @@ class Updater:
         All ranks pass through a sharded model together. A rank with fewer micro-batches than
         another then also gets micro-batches of one token that do not count.
         """
-        together = passes_together(self.model)
+        together = passes_together(self.sharded)
         count = int(self.ranks.max(len(batches))) if together else len(batches)
         for index in range(count):
             yield (batches[index], True) if index < len(batches) else (self._nothing, False)

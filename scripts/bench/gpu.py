@@ -43,7 +43,7 @@ from torch import distributed
 
 from pipeline.common.errors import UserError
 from pipeline.config.settings import Config, GRPOSettings
-from pipeline.distributed.sharding import shard_model, whole
+from pipeline.distributed.sharding import Sharded, shard_model, whole
 from pipeline.models.layers import outer_layers, recompute_layers
 from pipeline.models.memory import Memory
 from pipeline.models.tiny import tiny_model, tiny_tokenizer
@@ -157,10 +157,10 @@ class Bench:
         items = sorted(((t, 0.0, 1.0) for t in played), key=lambda item: item[0].ids)
         return micro_batch(items, 0, share_prefixes=True).to(self.device)
 
-    def seconds_of_pass(self, model: Any, batch: Any) -> float:
+    def seconds_of_pass(self, model: Any, batch: Any, sharded: Sharded | None = None) -> float:
         """Return the seconds of a forward and backward pass that recomputes its layers."""
         recompute_layers(model)
-        module = TokenLogprobs(model, 1.0).eval()
+        module = TokenLogprobs(model, 1.0, sharded=sharded).eval()
 
         def work() -> None:
             with torch.autocast(self.device, torch.bfloat16, self.device == "cuda"):
@@ -170,8 +170,8 @@ class Bench:
         work()
         return median(seconds_of(work, self.device) for _ in range(3))
 
-    def gradient(self, model: Any, batch: Any) -> torch.Tensor:
-        TokenLogprobs(model, 1.0).eval()(batch)[0].sum().backward()
+    def gradient(self, model: Any, batch: Any, sharded: Sharded | None = None) -> torch.Tensor:
+        TokenLogprobs(model, 1.0, sharded=sharded).eval()(batch)[0].sum().backward()
         found = [whole(p.grad).flatten() for p in model.parameters()]
         return torch.cat(found)
 
@@ -181,19 +181,19 @@ class Bench:
             alone, spread = (tiny_model(tiny_tokenizer(), 0).to(self.device) for _ in range(2))
             batch = self.batch(alone)
             try:
-                shard_model(spread, outer_layers(spread), None, reshards=True)
+                sharded = shard_model(spread, outer_layers(spread), None, reshards=True)
             except UserError:  # of an older torch
                 yield "sharded, one rank", f"needs torch 2.13, here is {torch.__version__}", None
                 return
             expected = self.gradient(alone, batch)
-            gap = float((self.gradient(spread, batch) - expected).norm() / expected.norm())
+            gap = float((self.gradient(spread, batch, sharded) - expected).norm() / expected.norm())
 
             model = self.model().to(self.device)
             batch = self.batch(model)
             seconds = self.seconds_of_pass(model, batch)
             compute = torch.bfloat16 if self.device == "cuda" else None
-            shard_model(model, outer_layers(model), compute, reshards=True)
-            ratio = self.seconds_of_pass(model, batch) / seconds
+            sharded = shard_model(model, outer_layers(model), compute, reshards=True)
+            ratio = self.seconds_of_pass(model, batch, sharded) / seconds
         self.figures |= {"sharded_gap": gap, "sharded_time": ratio}
         shown = f"gradient {gap:.1e} apart, at most 1e-5; {ratio:.2f} times a whole update"
         yield "sharded, one rank", shown, gap <= 1e-5

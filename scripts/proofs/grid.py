@@ -229,11 +229,12 @@ def update(cell: Cell, accelerator: Any, ranks: Ranks) -> Outcome:
         }
     )
     model = model_of(cell)
+    sharded = None
     if cell.shard == "full":
-        shard_model(model, outer_layers(model), None, reshards=cell.reshards)
+        sharded = shard_model(model, outer_layers(model), None, reshards=cell.reshards)
     if cell.recomputes:
         recompute_layers(model)
-    module = TokenLogprobs(model, 1.0)
+    module = TokenLogprobs(model, 1.0, sharded=sharded)
     with torch.no_grad():  # a pass that leaves no trace in the update
         module(empty_batch(0))
     updater = _CutUpdater(accelerator, module, ranks, config)

@@ -128,10 +128,11 @@ def train(num_layers: int, hidden: int, folder: str) -> dict[str, float]:
     layers = outer_layers(model)
     layer = sum(p.numel() for p in layers[0].parameters())
     copy = SamplingCopy(model)
+    sharded = None
     if ranks.num_ranks > 1:
-        shard_model(model, layers, None, reshards=True)
+        sharded = shard_model(model, layers, None, reshards=True)
     config = Config(grpo={"shard": "full", "max_tokens_per_microbatch": 200})
-    updater = Updater(accelerator, TokenLogprobs(model, 1.0), ranks, config)
+    updater = Updater(accelerator, TokenLogprobs(model, 1.0, sharded=sharded), ranks, config)
     rows, advantages = make_episodes(8)
     with Peak() as peak:
         for _ in range(2):

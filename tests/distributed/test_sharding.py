@@ -67,10 +67,11 @@ def go_on(folder, shard, adapters, num_updates=2):
         model = lora.attach(model, ModelSettings(lora_r=4), "base", 0, torch.float64).double()
     if adapters and path is not None:
         lora.load(model, path)
+    sharded = None
     if shard == "full":
-        shard_model(model, outer_layers(model), None, reshards=True)
+        sharded = shard_model(model, outer_layers(model), None, reshards=True)
     config = Config(grpo={"shard": shard})
-    updater = Updater(accelerator, TokenLogprobs(model, 1.0), ranks, config)
+    updater = Updater(accelerator, TokenLogprobs(model, 1.0, sharded=sharded), ranks, config)
     updater.warm_up()
     state = TrainState()
     if path is not None:
@@ -166,10 +167,10 @@ def updates_without_memory(cases):
         model = in_float64(small_model(dtype=torch.float64))
         if adapters:
             model = lora.attach(model, ModelSettings(lora_r=4), "base", 0, torch.float64).double()
-        shard_model(model, outer_layers(model), None, reshards=reshards)
+        sharded = shard_model(model, outer_layers(model), None, reshards=reshards)
         if recomputes:
             recompute_layers(model)
-        module = TokenLogprobs(model, 1.0)
+        module = TokenLogprobs(model, 1.0, sharded=sharded)
         config = {"shard": "full", "beta": 0.1, "share_prefixes": False}
         updater = Updater(
             accelerator, module, ranks, Config(grpo=config), reference=Reference(module)

@@ -416,8 +416,9 @@ def trained(folder, shard, stop_after, resumes):
     if path is not None:
         state.load_state_dict(read_state(path))
         model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    sharded = None
     if shard == "full":
-        shard_model(model, outer_layers(model), None, reshards=True)
+        sharded = shard_model(model, outer_layers(model), None, reshards=True)
     checkpointer = Checkpointer(folder, ranks, settings.run, state, tokenizer(), resumed=path)
     steps = []
 
@@ -436,6 +437,7 @@ def trained(folder, shard, stop_after, resumes):
             model,
             sft_examples(settings, chat(), embedded("airline")),
             warm_start_schedule(settings),
+            sharded=sharded,
             state=state.warm_start,
             resumed=path,
             on_step=on_step,

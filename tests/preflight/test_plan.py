@@ -137,11 +137,13 @@ def hold(way, make):
     exchanges = {n: getattr(dist, n) for n in ("all_gather_single", "reduce_scatter_single")}
     for name, exchange in exchanges.items():
         setattr(dist, name, partial(note_bytes, exchange, sizes))
+    sharded = None
     if shard == "full":
-        shard_model(model, outer_layers(model), None, reshards=not flags)
+        sharded = shard_model(model, outer_layers(model), None, reshards=not flags)
     for name, exchange in exchanges.items():
         setattr(dist, name, exchange)
-    updater = Updater(accelerator, TokenLogprobs(model, 1.0), ranks, Config(grpo={"shard": shard}))
+    module = TokenLogprobs(model, 1.0, sharded=sharded)
+    updater = Updater(accelerator, module, ranks, Config(grpo={"shard": shard}))
     updater.warm_up()
     held = {}
 
