@@ -237,5 +237,7 @@ def draft_task(random: Random, family: str, branch: str, case: Branch) -> Draft:
 WORDS = partial(
     words_of, "airline", AirlineEnvironment, FAMILIES, said=("Why?", "The fee is ", "sick", "none")
 )
-generate_tasks = partial(generate, "airline", POLICY, FAMILIES, draft_task)
+generate_tasks = partial(
+    generate, domain="airline", policy=POLICY, families=FAMILIES, draft_task=draft_task
+)
 baselines = baselines_of(AirlineEnvironment, FAMILIES)

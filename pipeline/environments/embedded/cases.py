@@ -342,14 +342,15 @@ def _split_of(text: str) -> str:
 
 
 def generate(
-    domain: str,
-    policy: str,
-    families: Sequence[Family],
-    draft_task: DraftTask,
     seed: int,
     n: int,
     split: str,
     difficulty: str,
+    *,
+    domain: str,
+    policy: str,
+    families: Sequence[Family],
+    draft_task: DraftTask,
 ) -> list[Task]:
     """Return `n` tasks; fixed shares decide how many tasks belong to each family and branch.
 

@@ -271,5 +271,7 @@ WORDS = partial(
     FAMILIES,
     said=("Why?", "The money goes to ", *CANCEL_REASONS),
 )
-generate_tasks = partial(generate, "retail", POLICY, FAMILIES, draft_task)
+generate_tasks = partial(
+    generate, domain="retail", policy=POLICY, families=FAMILIES, draft_task=draft_task
+)
 baselines = baselines_of(RetailEnvironment, FAMILIES)

@@ -284,5 +284,7 @@ WORDS = partial(
     said=("How much?", "Added ", "sent", "fault", '{"fault": "'),
     values=REMEDIES,
 )
-generate_tasks = partial(generate, "telecom", POLICY, FAMILIES, draft_task)
+generate_tasks = partial(
+    generate, domain="telecom", policy=POLICY, families=FAMILIES, draft_task=draft_task
+)
 baselines = baselines_of(TelecomEnvironment, FAMILIES)

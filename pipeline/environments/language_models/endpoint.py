@@ -48,11 +48,16 @@ NO_ANSWERS = {  # values of `finish_reason`
     **dict.fromkeys(("content_filter", "safety"), _FILTERED),
 }
 BROKEN_OFF = ("abort", "error", "insufficient_system_resource")  # another attempt may end
-_TAGS = "(?:seed:)?(?:think|thinking|thought|reasoning|scratchpad)"
-_BEGIN = (
-    rf"(?:<{_TAGS}>|\[THINK\]|◁think▷|<\|begin_of_thought\|>|<\|channel\|>analysis<\|message\|>)"
-)
-_END = rf"(?:</{_TAGS}>|\[/THINK\]|◁/think▷|<\|end_of_thought\|>|<\|channel\|>final<\|message\|>)"
+_TAG = "(?:seed:)?(?:think|thinking|thought|reasoning|scratchpad)>"
+THOUGHTS = {  # regular expressions: how models begin a thought -> how they end it
+    f"<{_TAG}": f"</{_TAG}",
+    r"\[THINK\]": r"\[/THINK\]",
+    "◁think▷": "◁/think▷",
+    r"<\|begin_of_thought\|>": r"<\|end_of_thought\|>",
+    r"<\|channel\|>analysis<\|message\|>": r"<\|channel\|>final<\|message\|>",
+}
+_BEGIN = f"(?:{'|'.join(THOUGHTS)})"
+_END = f"(?:{'|'.join(THOUGHTS.values())})"
 
 
 def spoken(text: str) -> str:

@@ -230,17 +230,8 @@ def tau2_domain(
     scripted; `played_by` and `judged_by` name the language models that play the customer and judge.
     Raises UserError for a faulty checkout, or if the reward `official` needs a judge.
     """
-    if unknown:
-        got = shown(next(iter(unknown)))
-        raise UserError(f"tau2: got the argument {got}; give reward, refuel_consent or customer")
-    if reward not in ("verifiable", "official"):
-        raise UserError(f"tau2: reward: got {shown(reward)}; give verifiable or official")
-    if customer not in ("ticket", "scripted"):
-        hint = "give ticket or scripted, or customer_url for a language model"
-        raise UserError(f"tau2: customer: got {shown(customer)}; {hint}")
-    if customer == "scripted" and (played_by or domain == "telecom"):
-        who = f"customer_url is {played_by}" if played_by else "telecom has none"
-        raise UserError(f"tau2: customer: got scripted, but {who}; take it out")
+    if problem := _problem(reward, customer, domain, played_by, unknown):
+        raise UserError(f"tau2: {problem}")
     customer = "llm" if played_by else customer
     world = _world(Path(path).expanduser().resolve(), domain, customer != "ticket")
     source = TaskSource(domain, world, refuel_consent)
@@ -256,16 +247,10 @@ def tau2_domain(
     kind = Tau2Environment if customer == "ticket" else TalkingEnvironment
     kinds = (JudgedEnvironment, kind) if judged else (kind,)
     environment = type(f"Tau2{domain.title()}Environment", kinds, known)
-    who = {"scripted": SCRIPTED, "llm": f"{played_by}, with the benchmark's user prompt"}
-
     _refuse_incomplete(source, environment, done)
 
     def baselines(task: Task) -> Mapping[str, Sequence[tuple[str, dict[str, Any]]]]:
         return {"nothing": done, "transfer": [TRANSFER, *done]}
-
-    def about() -> dict[str, Any]:
-        mode = "none" if customer == "ticket" else customer
-        return _about(source, reward, mode, who.get(customer, ""), judged_by if judged else "")
 
     return Domain(
         name=source.name,
@@ -274,9 +259,27 @@ def tau2_domain(
         expert=expert if world.is_solo else None,
         words=partial(_words, source, environment) if world.is_solo else tuple,
         baselines=baselines,
-        about=about,
+        about=partial(_about, source, reward, customer, played_by, judged_by if judged else ""),
         family_shares=source.family_shares,
     )
+
+
+def _problem(
+    reward: str, customer: str, domain: str, played_by: str, unknown: Mapping[str, object]
+) -> str:
+    """Return the first mistake in the arguments of `tau2_domain`, or an empty text."""
+    if unknown:
+        got = shown(next(iter(unknown)))
+        return f"got the argument {got}; give reward, refuel_consent or customer"
+    if reward not in ("verifiable", "official"):
+        return f"reward: got {shown(reward)}; give verifiable or official"
+    if customer not in ("ticket", "scripted"):
+        hint = "give ticket or scripted, or customer_url for a language model"
+        return f"customer: got {shown(customer)}; {hint}"
+    if customer == "scripted" and (played_by or domain == "telecom"):
+        who = f"customer_url is {played_by}" if played_by else "telecom has none"
+        return f"customer: got scripted, but {who}; take it out"
+    return ""
 
 
 @cache
@@ -325,12 +328,19 @@ def _world(path: Path, name: str, is_talking: bool) -> World:
     return World(checkout)
 
 
-def _about(source: TaskSource, reward: str, mode: str, customer: str, judge: str) -> dict[str, Any]:
+def _about(
+    source: TaskSource, reward: str, customer: str, played_by: str, judge: str
+) -> dict[str, Any]:
     """Return what a reader of results must know about a domain's tasks and rewards."""
     checkout = source.world.checkout
     is_solo = source.world.is_solo
     approximated, unjudged = source.needing_a_judge
     consent = ", with the consent to buy data" if source.refuel_consent else ""
+    who = {
+        "ticket": PLAYED_SOLO + consent if is_solo else PLAYED_TICKET,
+        "scripted": SCRIPTED,
+        "llm": f"{played_by}, with the benchmark's user prompt",
+    }
     other = f" (rewards were compared with the official ones at {TESTED_COMMIT})"
 
     def named(is_such: Callable[[str], Any]) -> dict[str, list[str]]:
@@ -356,8 +366,8 @@ def _about(source: TaskSource, reward: str, mode: str, customer: str, judge: str
         "benchmark": f"τ²-bench {checkout.name}",
         "commit": checkout.commit + other * (checkout.commit != TESTED_COMMIT),
         "data_sha256": checkout.data_hash,
-        "user_mode": mode,
-        "customer": customer or (PLAYED_SOLO + consent if is_solo else PLAYED_TICKET),
+        "user_mode": "none" if customer == "ticket" else customer,
+        "customer": who[customer],
         "reward": reward,
         "tasks_in_splits": of_splits(checkout.tasks),
         **({"judge": judge, "nl_assertions_judged": of_splits(judged)} if judge else replaced),

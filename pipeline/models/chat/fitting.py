@@ -124,17 +124,20 @@ OWN = {
 Probe = tuple[Sequence[Message], dict[str, Any], str]  # messages, options, a text to be rendered
 _ASKED: Message = {"role": "user", "content": "probe_user"}
 _SYSTEM: Message = {"role": "system", "content": "probe_system"}
-_FUNCTION = {
-    "name": "probe_tool",
-    "description": "",
-    "parameters": {"type": "object", "properties": {}},
-}
+_PARAMETERS = {"type": "object", "properties": {}}
+_FUNCTION = {"name": "probe_tool", "description": "", "parameters": _PARAMETERS}
+_TOOLS = {"tools": [{"type": "function", "function": _FUNCTION}]}
 _CALL = {"type": "function", "function": {"name": "probe_tool", "arguments": {"x": "y"}}}
 _CALLED: list[Message] = [
     _ASKED,
     {"role": "assistant", "content": "", "tool_calls": [_CALL]},
     {"role": "tool", "name": "probe_tool", "content": "probe_result"},
 ]
+# What a template must be able to render.
+_REQUEST: Probe = ([_ASKED], {}, "probe_user")
+_POLICY: Probe = ([_SYSTEM, _ASKED], {}, "probe_system")
+_OFFERED: Probe = ([_ASKED], _TOOLS, "probe_tool")
+_RESULT: Probe = (_CALLED, {}, "probe_result")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,8 +169,7 @@ def fit_template(
     `held_clock`, is what the template reads instead of the clock (default: the clock of an earlier
     fit, else the present time). Raises UserError for an unknown name of a template.
     """
-    notes: list[str] = []
-    before, template = _template_of(tokenizer, chat_template, needs, notes)
+    before, template, notes = _template_of(tokenizer, chat_template, needs)
     held = clock_of(before) or clock or held_clock()
     if system_prompt is not None:
         before = SYSTEM_PROMPT.replace(
@@ -189,26 +191,20 @@ def fit_template(
         except UserError:
             return False
 
-    offered = [{"type": "function", "function": _FUNCTION}]
-    tools: list[Probe] = [
-        ([_ASKED], {"tools": offered}, "probe_tool"),
-        (_CALLED, {}, "probe_result"),
-    ]
-    system: Probe = ([_SYSTEM, _ASKED], {}, "probe_system")
     is_text = TOOLS_BEGIN in before
-    if needs.tools and not is_text and (tools_as_text or not fits(*tools)):
+    if needs.tools and not is_text and (tools_as_text or not fits(_OFFERED, _RESULT)):
         before += TOOLS
         notes.append(
             "the chat template gets a block of tools: their signatures stand in the system "
             "message, calls are <tool_call> blocks and results user messages"
         )
-    if not fits(system):
+    if not fits(_POLICY):
         before += NO_SYSTEM
-        if fits(system) and (system_prompt is not None or needs.tools):
+        if fits(_POLICY) and (system_prompt is not None or needs.tools):
             notes.append("the chat template has no system message; it begins the user's first one")
-    if not fits(([_ASKED], {}, "probe_user")):
+    if not fits(_REQUEST):
         before += PARTS
-        fits(system)
+        fits(_POLICY)
     return notes
 
 
@@ -235,16 +231,15 @@ def body_of(template: str) -> str:
     return template.rpartition(MARK)[2]
 
 
-def _template_of(
-    tokenizer: Any, name: str | None, needs: Needs, notes: list[str]
-) -> tuple[str, str]:
-    """Return the part in front of a tokenizer's template, and the template to use."""
+def _template_of(tokenizer: Any, name: str | None, needs: Needs) -> tuple[str, str, list[str]]:
+    """Return the part in front of a tokenizer's template, the template to use, and notes."""
+    notes: list[str] = []
     own = tokenizer.chat_template
     if isinstance(own, dict):
         own = own.get("tool_use" if needs.tools else "default") or own.get("default")
     if name is None and own:
         before, _, template = own.rpartition(MARK)
-        return before, template
+        return before, template, notes
     if name is None:
         name = "plain" if needs.tools or needs.replies else "text"
         what = {
@@ -252,7 +247,7 @@ def _template_of(
             "text": "prompts as they are",
         }
         notes.append(f"the tokenizer has no chat template: --chat-template {name}, {what[name]}")
-    return "", named_template(name, tokenizer)
+    return "", named_template(name, tokenizer), notes
 
 
 def named_template(name: str, tokenizer: Any) -> str:

@@ -448,7 +448,13 @@ def test_more_tasks_than_exist_are_refused():
         branches={"one": Branch(1.0, 1.0, {}, "")},
     )
     with pytest.raises(ValueError, match="desk: no 4 different train tasks exist; ask for fewer"):
-        generate("desk", "policy", [family], three_drafts, 0, 4, "train", "medium")
+        generate(
+            *(0, 4, "train", "medium"),
+            domain="desk",
+            policy="policy",
+            families=[family],
+            draft_task=three_drafts,
+        )
 
 
 def three_drafts(random, family, branch, case):
