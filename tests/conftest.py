@@ -10,6 +10,8 @@ from multiprocessing import forkserver
 import psutil
 import pytest
 
+from tests.support.shared_run import SharedRun, made_once
+
 gc.disable()  # what is imported while tests are collected stays
 
 # A shell starts background jobs with Ctrl-C ignored, which tests of Ctrl-C would inherit.
@@ -92,3 +94,10 @@ def a_template_is_rehearsed_once():
     template.rehearse = once
     yield
     template.rehearse = rehearse
+
+
+@pytest.fixture(scope="session")
+def shared_run(tmp_path_factory: pytest.TempPathFactory) -> SharedRun:
+    """The run of the README's first command, one for all processes of tests; nobody changes it."""
+    own = tmp_path_factory.getbasetemp()
+    return made_once(own.parent if "PYTEST_XDIST_WORKER" in os.environ else own)

@@ -9,7 +9,7 @@ from pipeline.run import main
 from scripts.bench import common
 from scripts.proofs import own_domains
 from scripts.proofs.own_domains import EXAMPLES, commands_of, judge
-from tests.end_to_end.test_own_rewards import episodes
+from tests.support.warm import episodes
 from tests.support.warm_process import warm_subprocess
 
 pytestmark = pytest.mark.whole_run

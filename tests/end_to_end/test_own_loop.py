@@ -9,9 +9,9 @@ import pytest
 
 from pipeline.report.reader_data import read_episodes
 from scripts.proofs.ranks import play_ranks
-from tests.end_to_end.test_own_rewards import episodes, run
-from tests.end_to_end.test_train import jsonl
+from tests.end_to_end.test_own_rewards import run
 from tests.support import ROOT
+from tests.support.warm import episodes, jsonl
 
 pytestmark = pytest.mark.whole_run
 

@@ -10,7 +10,6 @@ import subprocess
 import sys
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -21,6 +20,7 @@ from scripts.proofs.ranks import play_ranks
 from scripts.proofs.runs import without_report
 from tests.support import ROOT
 from tests.support.endpoint import serving
+from tests.support.warm import episodes
 
 pytestmark = pytest.mark.whole_run
 
@@ -47,14 +47,6 @@ def run(folder: str, argv: list[str]) -> int:
         redirect_stderr(said),
     ):
         return main(argv, end=without_report)
-
-
-def episodes(folder: Path) -> list[dict[str, Any]]:
-    found = []
-    for path in sorted(folder.glob("trajectories/**/*.jsonl.gz")):
-        with gzip.open(path, "rt", encoding="utf-8") as file:
-            found += list(map(json.loads, file))
-    return found
 
 
 def test_the_documented_functions_train_and_a_budget_of_calls_ends_the_run(

@@ -2,9 +2,9 @@
 
 import pytest
 
-from tests.end_to_end.test_train import metrics, results
 from tests.support import random_qwen3, warm
 from tests.support.tau2_miniature import write
+from tests.support.warm import metrics, results
 
 
 @pytest.mark.parametrize(

@@ -18,10 +18,9 @@ from pipeline.training.rft import (
     summary_of,
 )
 from pipeline.training.sft import IGNORED, Schedule
-from tests.end_to_end.test_train import jsonl
 from tests.support import SMALL_RUN
 from tests.support.messages import says
-from tests.support.warm import play
+from tests.support.warm import jsonl, play
 
 pytestmark = pytest.mark.whole_run
 

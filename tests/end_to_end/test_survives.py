@@ -11,11 +11,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.end_to_end.test_train import jsonl, metrics, results
 from tests.support import ROOT
 from tests.support.installed import environment
 from tests.support.messages import says
-from tests.support.warm import play, wait_for
+from tests.support.warm import jsonl, metrics, play, results, wait_for
 
 pytestmark = [pytest.mark.whole_run, pytest.mark.usefixtures("no_stray_processes")]
 CONFIGS = ROOT / "accelerate_configs"

@@ -12,11 +12,11 @@ import pytest
 
 from pipeline.report.write import final_table
 from pipeline.run import main
-from tests.end_to_end.test_train import results as results_of
 from tests.support import ROOT, random_qwen3, warm
 from tests.support.endpoint import agent_of, seed_of, serving
 from tests.support.helpers import call, say
 from tests.support.tau2_miniature import write
+from tests.support.warm import results as results_of
 from tests.support.warm_process import WarmRun
 
 pytestmark = pytest.mark.whole_run

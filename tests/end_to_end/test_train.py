@@ -1,7 +1,5 @@
 """Whole runs: real processes, real ranks, a tiny model."""
 
-import gzip
-import json
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,64 +15,10 @@ from pipeline.models.memory import Memory
 from pipeline.run_state import Run, open_run
 from pipeline.training.collect import RolloutBatch, Sample, give_advantages
 from scripts.proofs.grid import make_trajectory
-from tests.support.warm import play
+from tests.support.shared_run import SMALL
+from tests.support.warm import metrics, play, results
 
 pytestmark = pytest.mark.whole_run
-
-
-def metrics(folder: Path, kind: str = "train") -> list[dict[str, Any]]:
-    return [record for record in jsonl(folder / "metrics.jsonl") if record["kind"] == kind]
-
-
-def jsonl(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
-def results(folder: Path) -> dict[str, Any]:
-    read: dict[str, Any] = json.loads((folder / "results.json").read_text())
-    return read
-
-
-SMALL = [
-    *("--max-tokens-per-turn", "12", "--max-turns", "5", "--tasks-per-domain", "8"),
-    *("--eval-trials", "1", "--validation-steps", "0", "--report-to", "none"),
-]
-TRAIN = [
-    *(*SMALL, "--warm-start-steps", "2", "--warm-start-batch-size", "4", "--max-steps", "3"),
-    *("--tasks-per-step", "4", "--num-generations", "4", "--eval-tasks-per-domain", "2"),
-    *("--no-drop-zero-std-groups", "--entropy-coef", "0.05"),  # almost untrained, it earns nothing
-]
-
-
-@pytest.fixture(scope="module")
-def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """Three domains in sequence on two ranks, a step each."""
-    cwd = tmp_path_factory.mktemp("two-ranks")
-    arguments = ["--save-steps", "1", "--output-dir", "out", "--profile", "2", "--watch"]
-    tables = ["--report-to", "tensorboard", "--log-completions-steps", "1"]
-    done = play(*TRAIN, *arguments, *tables, cwd=cwd, with_report=True)
-    assert all(record["train/grad_norm"] > 0 for record in metrics(cwd / "out"))
-    return cwd / "out", done.stdout + done.stderr
-
-
-def test_a_run_leaves_everything_that_its_folder_promises(two_ranks: tuple[Path, str]) -> None:
-    folder, _ = two_ranks
-    for name in (
-        *("config.yaml", "curriculum.json", "metrics.jsonl", "timings.jsonl", "results.json"),
-        *("report.md", "learning_curves.png", "stage_performance.png"),
-    ):
-        assert (folder / name).stat().st_size > 0, name
-    assert yaml.safe_load((folder / "config.yaml").read_text())["run"]["num_gpus"] == 2
-    meanings = json.loads((folder / "results.json").read_text())["reward_parts"]
-    assert meanings["telecom"]["database"] == "the database at the end is the expected one"
-    stages = json.loads((folder / "curriculum.json").read_text())["stages"]
-    assert [stage["name"] for stage in stages] == ["airline", "retail", "telecom"]
-    assert stages[2]["domains"] == {"airline": 1, "telecom": 3}
-    assert [record["step"] for record in metrics(folder)] == [1, 2, 3]
-    assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == [
-        *("latest", "stage-1-airline", "stage-2-retail", "stage-3-telecom"),
-        *("step-000002", "step-000003", "warm-start"),
-    ]
 
 
 def test_advantages_of_a_domain_are_scaled() -> None:
@@ -92,91 +36,6 @@ def test_advantages_of_a_domain_are_scaled() -> None:
     give_advantages(batch, Ranks(0, 1, 5), config, 0)
     assert [sample.advantage for sample in samples] == [0.5, -0.5, 1.5, -1.5, 0.0, 0.0]
     assert [sample.kept for sample in samples] == [True, True, True, True, False, False]
-
-
-def test_results_hold_every_evaluation_in_order(two_ranks: tuple[Path, str]) -> None:
-    found = results(two_ranks[0])
-    order = [(evaluation["after"], evaluation["step"]) for evaluation in found["evaluations"]]
-    assert order == [("start", 0), ("warm_start", 0), ("airline", 1), ("retail", 2), ("telecom", 3)]
-    for evaluation in found["evaluations"]:
-        assert list(evaluation["success"]) == ["airline", "retail", "telecom"]
-        for success in evaluation["success"].values():
-            assert 0 <= success["mean"] <= 1
-            assert 0 <= success["greedy"] <= 1
-            assert (success["num_tasks"], success["num_trials"]) == (2, 1)
-    assert found["baselines"]["telecom"]["nothing"] == 0.0
-    assert found["split"] == "test"
-    assert found["training"]["retail"]["episodes_per_rank"] == [8, 8]
-
-
-def test_each_rank_writes_the_transcripts_of_its_own_episodes(two_ranks: tuple[Path, str]) -> None:
-    rows = []
-    for rank in (0, 1):
-        path = two_ranks[0] / "trajectories" / "airline" / f"step-000001.rank-{rank}.jsonl.gz"
-        with gzip.open(path, "rt") as file:
-            rows += [json.loads(line) for line in file]
-    assert len(rows) == 16
-    assert len({(row["task_id"], row["trial"]) for row in rows}) == 16
-    assert rows[0]["messages"][0]["role"] == "system"
-
-
-def test_a_tracker_gets_the_episodes_of_all_ranks(two_ranks: tuple[Path, str]) -> None:
-    from tensorboard.backend.event_processing.plugin_event_accumulator import EventAccumulator
-
-    events = EventAccumulator(str(two_ranks[0] / "tensorboard"))
-    events.Reload()
-    found = events.Tensors("completions/text_summary")
-    texts = {of.step: of.tensor_proto.string_val[0].decode() for of in found}
-    assert {step: text.count("**stage ") for step, text in texts.items()} == {1: 16, 2: 16, 3: 16}
-
-
-def test_timings_tell_where_the_seconds_of_a_step_went(two_ranks: tuple[Path, str]) -> None:
-    timings = [r for r in jsonl(two_ranks[0] / "timings.jsonl") if r["kind"] == "train"]
-    for timing, record in zip(timings, metrics(two_ranks[0]), strict=True):
-        of = {name.removeprefix("perf/"): timing[name] for name in timing if "perf/" in name}
-        assert 0 < of["environment_s"] < of["sample_s"] < of["step_s"]
-        assert of["sample_s"] + of["update_s"] + of["wait_s"] <= of["step_s"]
-        assert of["tokens_per_s"] * of["step_s"] == pytest.approx(record["rollout/sampled_tokens"])
-        assert of["episodes_per_s"] * of["step_s"] == pytest.approx(16)
-        assert 0 <= of["sample_padding_share"] < 1
-        trained = record["train/trained_episodes"] > 0
-        assert (of["update_tokens_per_s"] > 0) == trained
-        assert of["exchanged_bytes"] > 0 and of["peak_memory_mb"] > 100
-
-
-def test_a_profiled_step_leaves_a_trace_of_each_rank_with_its_phases(
-    two_ranks: tuple[Path, str],
-) -> None:
-    folder, printed = two_ranks
-    paths = sorted((folder / "profile").iterdir())
-    assert [path.name for path in paths] == [f"step-000002.rank-{r}.json.gz" for r in (0, 1)]
-    for path in paths:
-        with gzip.open(path, "rt") as file:
-            names = {event["name"] for event in json.load(file)["traceEvents"]}
-        assert {"sample", "update", "wait", "aten::mm"} <= names
-    assert "profile of step 2: out/profile/step-000002.rank-0.json.gz" in printed
-    assert "profiler_start" not in printed
-
-
-def test_a_run_says_where_its_ranks_are_and_how_to_watch_it(two_ranks: tuple[Path, str]) -> None:
-    folder, printed = two_ranks
-    posted = json.loads((folder / "ranks.json").read_text())
-    assert [rank["rank"] for rank in posted["ranks"]] == [0, 1]
-    assert (posted["is_over"], posted["why"]) == (True, "")
-    watch = f"python -m pipeline watch {folder.resolve()}"  # for another terminal
-    assert f"run folder: out (watch it: {watch})\n" in printed
-
-
-def test_the_terminal_shows_progress_a_table_and_the_folder(two_ranks: tuple[Path, str]) -> None:
-    folder, printed = two_ranks
-    (line,) = [line for line in printed.splitlines() if "telecom 1/1  reward " in line]
-    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
-    last = [line for line in lines if line["kind"] == "train"][-1]
-    of_the_step = [name for name in ("airline", "retail", "telecom") if f"reward/{name}" in last]
-    assert [name for name in line.split() if name in ("airline", "retail")] == of_the_step[:-1]
-    assert "success, sampled" in printed
-    assert printed.count("running on CPU: 2 ranks") == 1
-    assert "report, plots and checkpoints: out" in printed
 
 
 DESK = """

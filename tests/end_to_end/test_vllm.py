@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.end_to_end.test_train import metrics
 from tests.support import ROOT
+from tests.support.warm import metrics
 
 pytestmark = [
     pytest.mark.whole_run,

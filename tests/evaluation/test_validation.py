@@ -15,8 +15,7 @@ from pipeline.evaluation.evaluate import KLProbe
 from pipeline.training.token_logprobs import TokenLogprobs
 from pipeline.training.updater import Updater
 from scripts.proofs.grid import make_trajectory, small_model
-from tests.end_to_end.test_train import jsonl, metrics, results
-from tests.support.warm import play
+from tests.support.warm import jsonl, metrics, play, results
 
 pytestmark = pytest.mark.whole_run
 

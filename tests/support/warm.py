@@ -1,5 +1,7 @@
-"""Whole runs on warm ranks: the command line without the seconds of a cold start."""
+"""Whole runs on warm ranks: the command line without the seconds of a cold start; their files."""
 
+import gzip
+import json
 import os
 import signal
 import subprocess
@@ -8,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from pipeline.run_state import Run, open_run
 from pipeline.train import finish
@@ -81,3 +84,25 @@ def wait_for(folder: Path, text: str, process: subprocess.Popen[bytes] | None = 
             return
         time.sleep(0.02)
     raise AssertionError(f"the run ended before {text}")
+
+
+def jsonl(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def metrics(folder: Path, kind: str = "train") -> list[dict[str, Any]]:
+    return [record for record in jsonl(folder / "metrics.jsonl") if record["kind"] == kind]
+
+
+def results(folder: Path) -> dict[str, Any]:
+    read: dict[str, Any] = json.loads((folder / "results.json").read_text())
+    return read
+
+
+def episodes(folder: Path) -> list[dict[str, Any]]:
+    """Every transcript of a run, of all ranks."""
+    found = []
+    for path in sorted(folder.glob("trajectories/**/*.jsonl.gz")):
+        with gzip.open(path, "rt", encoding="utf-8") as file:
+            found += list(map(json.loads, file))
+    return found
