@@ -84,7 +84,6 @@ class Run:
 
     learner: Learner
     language_models: list[LanguageModel]  # customers and judge
-    judge: LanguageModel | None
 
     log: RunLog
     checkpointer: Checkpointer
@@ -194,7 +193,7 @@ class Run:
             return {}
         parts = self.parts
         timeout = self.config.rollout.call_timeout
-        judge = self.judge.ask if self.judge else None
+        judge = self.learner.rollout.judge
         return play_baselines(parts.domains, parts.held_out, timeout, judge)
 
     def write_results(self, is_final: bool = True) -> None:
@@ -244,36 +243,18 @@ def open_run(
     and this rank's episodes. Raises UserError for mistakes of the user.
     """
     origin = opened(config, accelerator, ranks, watchdog)
-    rewards = load_reward_functions(config, ranks.progress)
-    parts = origin.parts
-    customers = customers_of(config, origin.folder, parts.domains, parts.held_out, ranks)
-    judge = judge_of(config, origin.folder, parts.domains, ranks, rewards)
-    learner = Learner(
-        origin.model,
-        parts.chat,
-        parts.domains,
-        config,
-        accelerator,
-        ranks,
-        make_sampler=make_sampler,
-        rewards=rewards,
-        opening_messages=customers.opening_messages if customers else {},
-        judge=judge.ask if judge else None,
-    )
-    check_policy(learner, config, parts, ranks)
+    learner, language_models = policy(origin, config, accelerator, ranks, make_sampler)
     log, checkpointer = files(origin, config, ranks, watchdog)
-    models = (customers.model if customers else None, judge)
     run = Run(
         config=config,
         learning_rate=config.peak_learning_rate,
-        parts=parts,
+        parts=origin.parts,
         folder=origin.folder,
         accelerator=accelerator,
         ranks=ranks,
         watchdog=watchdog,
         learner=learner,
-        language_models=[model for model in models if model],
-        judge=judge,
+        language_models=language_models,
         log=log,
         checkpointer=checkpointer,
         saved_state=origin.saved_state,
@@ -338,8 +319,33 @@ def opened(config: Config, accelerator: Any, ranks: Ranks, watchdog: Watchdog) -
     )
 
 
-def check_policy(learner: Learner, config: Config, parts: Prepared, ranks: Ranks) -> None:
-    """Say what the policy cannot do. Raises UserError if it samples other than it trains."""
+def policy(
+    origin: Origin,
+    config: Config,
+    accelerator: Any,
+    ranks: Ranks,
+    make_sampler: Callable[..., Sampler],
+) -> tuple[Learner, list[LanguageModel]]:
+    """Make the policy, with the language models that answer and judge its messages.
+
+    Raises UserError if the policy samples other than it trains.
+    """
+    parts = origin.parts
+    rewards = load_reward_functions(config, ranks.progress)
+    customers = customers_of(config, origin.folder, parts.domains, parts.held_out, ranks)
+    judge = judge_of(config, origin.folder, parts.domains, ranks, rewards)
+    learner = Learner(
+        origin.model,
+        parts.chat,
+        parts.domains,
+        config,
+        accelerator,
+        ranks,
+        make_sampler=make_sampler,
+        rewards=rewards,
+        opening_messages=customers.opening_messages if customers else {},
+        judge=judge.ask if judge else None,
+    )
     if learner.note and ranks.is_main:
         say(f"warning: {learner.note}")
     if config.grpo.shard != "none" and ranks.num_ranks == 1:
@@ -347,6 +353,8 @@ def check_policy(learner: Learner, config: Config, parts: Prepared, ranks: Ranks
     first = config.data.domains[0]
     learner.check_agreement(parts.prompt_ids(first, parts.longest[first][0]))
     learner.sampling.max_episodes = parts.episodes_at_once
+    models = (customers.model if customers else None, judge)
+    return learner, [model for model in models if model]
 
 
 def files(

@@ -179,7 +179,9 @@ def begin_stage(run: Run, stage: Stage) -> int:
         folder = run.folder / "trajectories" / stage.name
         run.records = read_records(folder, run.ranks.rank, run.ranks.num_ranks)
     if not is_inside:
-        run.state.error_counts, run.state.dead_steps, run.state.decisions = {}, {}, {}
+        run.state.error_counts = {}
+        run.state.dead_steps = {}
+        run.state.decisions = {}
         stages = run.stages[: stage.index + 1]
         evaluations = run.state.evaluations
         for line in lost_domains(evaluations, stages, run.config.evaluation):
