@@ -50,8 +50,8 @@ def before_training(run: Run) -> None:
     if config.model.use_peft and config.is_supervised:
         attach_adapters(run, run.checkpointer.resumed)
     is_bare = config.model.use_peft and not config.is_supervised  # has no adapters yet
-    if not (run.checkpointer.is_current or is_bare):
-        run.save()
+    if not is_bare:
+        run.save_if_needed()
     if config.warm_start.steps:
         if state.stage == "start":
             warm_start(run)
@@ -153,8 +153,7 @@ def rft(run: Run) -> None:
     """
     for number in range(len(run.state.rft) + 1, run.config.rft.rft_rounds + 1):
         run.state.stage = "rft"
-        if not run.checkpointer.is_current:
-            run.save("rft")
+        run.save_if_needed("rft")
         _rft_round(run, number)
         _save_and_sync(run, "rft")
     if not run.state.evaluated("rft"):

@@ -136,8 +136,8 @@ class Run:
         """End the run on all ranks, after a checkpoint, if customers or judge cannot go on."""
         if not (models := self.language_models) or not (why := end_of_run(models, self.ranks)):
             return
-        if self.learner.updater is not None and not self.checkpointer.is_current:
-            self.save()
+        if self.learner.updater is not None:
+            self.save_if_needed()
         raise UserError(why)
 
     def note_modules(self) -> None:
@@ -172,6 +172,11 @@ class Run:
         self.watchdog.can_resume = True
         keys = {"kind": "checkpoint", "stage": self.state.stage, "step": self.state.step}
         self.log.timings({**keys, "perf/checkpoint_s": seconds})
+
+    def save_if_needed(self, name: str = "") -> None:
+        """Write a checkpoint unless the last one has all finished steps and evaluations."""
+        if not self.checkpointer.is_current:
+            self.save(name)
 
     def save_transcripts(
         self, name: str, episodes: Sequence[Trajectory], advantages: Sequence[float] | None = None
@@ -398,8 +403,8 @@ def evaluate_held_out(run: Run, after: str) -> None:
             greedy, _ = evaluate(rollout, tasks, 1, seed, run.ranks, greedy=True, progress=progress)
     is_trained = run.learner.updater is not None
     ends = failed_trials([*sampled, *greedy]) or unscored_trials([*sampled, *greedy])
-    if ends and is_trained and not run.checkpointer.is_current:
-        run.save()  # a check below may end the run
+    if ends and is_trained:
+        run.save_if_needed()  # a check below may end the run
     run.check_language_models()
     when = f"in the evaluation after {after}"
     counts = error_counts(sampled)

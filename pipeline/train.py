@@ -124,8 +124,7 @@ def begin_grpo(run: Run) -> Meter:
     learner = run.learner
     updater = learner.updater = make_updater(run)
     learner.sync_weights()
-    if not run.checkpointer.is_current:
-        run.save()
+    run.save_if_needed()
     run.kl_probe.load([s for s in run.stages[:-1] if run.state.evaluated(s.name)])
     meter = Meter(run.ranks, learner.rollout, updater)
     gc.freeze()  # exempts long-lived objects from garbage collection
@@ -206,8 +205,7 @@ def end_stage(run: Run, stage: Stage) -> None:
             tasks += run.parts.validation[domain][:count]
         with run.ranks.phase("validate", stage.name, run.state.step):
             run.kl_probe.keep(stage, tasks, run.learner.rollout)
-    if not run.checkpointer.is_current:
-        run.save()  # an evaluation may take longer than the stage
+    run.save_if_needed()  # an evaluation may take longer than the stage
     evaluate_held_out(run, stage.name)
     run.save(f"stage-{stage.index + 1}-{stage.name}")
 
@@ -433,8 +431,8 @@ def finish(run: Run) -> None:
 
 def stop(run: Run) -> int:
     """Save a checkpoint unless the latest checkpoint is current, and return the exit code."""
-    if run.state.stage != "start" and not run.checkpointer.is_current:
-        run.save()
+    if run.state.stage != "start":
+        run.save_if_needed()
     if not run.watchdog.can_resume:
         run.say("interrupted before the first checkpoint; start again")
         return 1
