@@ -247,9 +247,9 @@ def open_run(
     called after each step and each evaluation with the run, the name of the stage or evaluation,
     and this rank's episodes. Raises UserError for mistakes of the user.
     """
-    origin = opened(config, accelerator, ranks, watchdog)
-    learner, language_models = policy(origin, config, accelerator, ranks, make_sampler)
-    log, checkpointer = files(origin, config, ranks, watchdog)
+    origin = agree_on_origin(config, accelerator, ranks, watchdog)
+    learner, language_models = make_learner(origin, config, accelerator, ranks, make_sampler)
+    log, checkpointer = open_files(origin, config, ranks, watchdog)
     run = Run(
         config=config,
         learning_rate=config.peak_learning_rate,
@@ -284,7 +284,7 @@ class Origin:
     state: TrainState
 
 
-def opened(config: Config, accelerator: Any, ranks: Ranks, watchdog: Watchdog) -> Origin:
+def agree_on_origin(config: Config, accelerator: Any, ranks: Ranks, watchdog: Watchdog) -> Origin:
     """Open the run's folder, and load its parts, its weights and its state.
 
     Raises UserError if the ranks, or a run and its checkpoint, are made of different things.
@@ -324,16 +324,16 @@ def opened(config: Config, accelerator: Any, ranks: Ranks, watchdog: Watchdog) -
     )
 
 
-def policy(
+def make_learner(
     origin: Origin,
     config: Config,
     accelerator: Any,
     ranks: Ranks,
     make_sampler: Callable[..., Sampler],
 ) -> tuple[Learner, list[LanguageModel]]:
-    """Make the policy, with the language models that answer and judge its messages.
+    """Make the learner, with the language models that answer and judge its messages.
 
-    Raises UserError if the policy samples other than it trains.
+    Raises UserError if it samples other than it trains.
     """
     parts = origin.parts
     rewards = load_reward_functions(config, ranks.progress)
@@ -362,7 +362,7 @@ def policy(
     return learner, [model for model in models if model]
 
 
-def files(
+def open_files(
     origin: Origin, config: Config, ranks: Ranks, watchdog: Watchdog
 ) -> tuple[RunLog, Checkpointer]:
     """Write the first files of the run on rank 0; return what writes the others."""
