@@ -67,7 +67,7 @@ class TrainState:
     wall_s: float = 0.0  # seconds that the run's processes took, up to the last save
     config: dict[str, Any] = field(default_factory=dict)  # the resolved settings of the run
     about: Mapping[str, Any] = field(default_factory=dict)  # facts about each domain
-    made_of: Mapping[str, str] = field(default_factory=dict)  # hashes; see preflight/parts.py
+    made_of: Mapping[str, str] = field(default_factory=dict)  # hashes; see preflight/made_of.py
 
     def state_dict(self) -> dict[str, Any]:
         return asdict(self)
