@@ -301,14 +301,14 @@ def agree_on_origin(config: Config, accelerator: Any, ranks: Ranks, watchdog: Wa
     made_of = parts.made_of | hashes_with_model(
         config, model, parts.chat, late, ranks, is_new=resumed is None
     )
-    name = (resumed or Path(config.model.model)).name
-    notes = refuse_other_origin(origin, made_of, name, config.run.override, about)
-    for line in notes if ranks.is_main else ():
-        say(line)
     enter_ends(model, parts.chat)
     state = TrainState()
     state.load_state_dict(saved_state)
     stages = one_after_another(parts.stages, state.ended_early)
+    name = (resumed or Path(config.model.model)).name
+    notes = refuse_other_origin(origin, made_of, name, config.run.override, about)
+    for line in notes if ranks.is_main else ():
+        say(line)
     refuse_other_stages(state.evaluations, stages, folder)
     state.config = config.model_dump(mode="json")
     state.about = about
