@@ -18,8 +18,8 @@ from pipeline.common.errors import UserError, nearest
 from pipeline.common.layout import shipped
 from pipeline.common.untrusted import is_plain, masked_tree, one_line, read_file, shown
 from pipeline.config import rules
-from pipeline.config.installed import with_installed
-from pipeline.config.settings import DEFAULT_DOMAINS, Config, Section
+from pipeline.config.domain_names import EMBEDDED_DOMAINS, with_installed
+from pipeline.config.settings import Config, Section
 
 SHIPPED = shipped("recipes")
 MAX_BYTES = 1 << 16  # largest size of a recipe
@@ -156,7 +156,7 @@ def own_domains(tree: Mapping[str, Any]) -> list[str]:
     if not path.is_file():
         return []  # the user's own recipe
     known = read_recipe(path)["data"].get("domains", ())
-    own = {*data["tasks"], *data["environments"]}.difference(DEFAULT_DOMAINS, known)
+    own = {*data["tasks"], *data["environments"]}.difference(EMBEDDED_DOMAINS, known)
     return [name for name in data["domains"] if name in own]
 
 

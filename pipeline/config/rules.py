@@ -5,8 +5,14 @@ import re
 from collections.abc import Iterable, Sequence
 
 from pipeline.common.errors import UserError, nearest
-from pipeline.config.installed import installed_domains
-from pipeline.config.settings import EMBEDDED_DOMAINS, LOSSES, Config, EndpointSettings, Section
+from pipeline.config.domain_names import (
+    EMBEDDED_DOMAINS,
+    domains_of_user,
+    generated_domains,
+    installed_domains,
+    known_domains,
+)
+from pipeline.config.settings import LOSSES, Config, EndpointSettings, Section
 
 JOINT_STAGES = ("mixed", "interleaved")
 IMPORT_STRING = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
@@ -131,7 +137,7 @@ def left_out(config: Config) -> list[str]:
 
 def _environments(config: Config) -> Rows:
     taken = {*EMBEDDED_DOMAINS, *RESERVED_NAMES}
-    for name, setting in config.data.own_domains.items():
+    for name, setting in domains_of_user(config.data).items():
         lower = name.lower()  # some file systems ignore the case
         yield from (
             (
@@ -210,7 +216,7 @@ def _rewards(config: Config) -> Rows:
 def _names(config: Config) -> Rows:
     data = config.data
     curriculum = config.curriculum
-    known = list(config.factories)
+    known = list(known_domains(config))
     used = data.domains
     stages = list(dict.fromkeys([*known, *JOINT_STAGES, *config.stage_names]))
     scales = config.grpo.domain_advantage_scale
@@ -341,7 +347,7 @@ def _run(config: Config) -> Rows:
             f"attn_implementation: got {attention!r}; give sdpa or eager to the tiny model",
         ),
         (
-            data.eval_split == "base" and bool(config.generated_domains),
+            data.eval_split == "base" and bool(generated_domains(config)),
             "eval_split: got base, which generated tasks do not have; give test or validation",
         ),
         (

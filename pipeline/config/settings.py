@@ -11,14 +11,6 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validat
 from pydantic.types import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from pydantic_core import PydanticCustomError
 
-DEFAULT_DOMAINS = ["airline", "retail", "telecom"]
-EMBEDDED_DOMAINS = {  # the environment class of each domain, as `module:Class`
-    "airline": "pipeline.environments.embedded.airline:AirlineEnvironment",
-    "retail": "pipeline.environments.embedded.retail:RetailEnvironment",
-    "telecom": "pipeline.environments.embedded.telecom:TelecomEnvironment",
-}
-TAU2 = "pipeline.environments.tau2.domain:tau2_domain"
-SINGLE_TURN = "pipeline.environments.single_turn:SingleTurnEnvironment"
 MAX_SEED = 2**32 - 1  # the largest seed that NumPy accepts
 
 Difficulty = Literal["easy", "medium", "hard"]
@@ -103,7 +95,9 @@ class EnvironmentFactory(Section):
 class DataSettings(Section):
     """tasks and rewards"""
 
-    domains: list[str] = field(DEFAULT_DOMAINS, "domains, in the order of the stages", min_length=1)
+    domains: list[str] = field(
+        ["airline", "retail", "telecom"], "domains, in the order of the stages", min_length=1
+    )
     environments: dict[str, str | EnvironmentFactory] = field(
         {}, "domains of your own: {bank: my_pkg.bank:BankEnv}, or {factory: ..., arguments: {...}}"
     )
@@ -141,19 +135,6 @@ class DataSettings(Section):
     def num_train_tasks(self) -> int:
         """The number of generated training tasks of each domain."""
         return self.tasks_per_domain or 800
-
-    @property
-    def own_domains(self) -> dict[str, EnvironmentFactory]:
-        """The environments of the domains that are not embedded.
-
-        With reward functions, a domain in `tasks` without an environment gets a single-turn one.
-        """
-        names = self.tasks.keys() - EMBEDDED_DOMAINS if self.reward_funcs else ()
-        given = {**dict.fromkeys(sorted(names), SINGLE_TURN), **self.environments}
-        return {
-            name: EnvironmentFactory(factory=value) if isinstance(value, str) else value
-            for name, value in given.items()
-        }
 
 
 class EndpointSettings(Section):
@@ -411,30 +392,6 @@ class Config(Section):
         """Return the settings with other values in a section."""
         part = getattr(self, section).model_copy(update=values)
         return self.model_copy(update={section: part})
-
-    @property
-    def factories(self) -> dict[str, EnvironmentFactory]:
-        """The environment of each known domain."""
-        known = {name: EnvironmentFactory(factory=f) for name, f in EMBEDDED_DOMAINS.items()}
-        if self.data.tau2 is not None:
-            models = {"played_by": self.customer.in_words, "judged_by": self.judge.in_words}
-            given = {**self.data.tau2_arguments, **models, "path": str(self.data.tau2)}
-            for name in [*known]:
-                arguments = {**given, "domain": name}
-                known[name] = EnvironmentFactory(factory=TAU2, arguments=arguments)
-        return known | self.data.own_domains
-
-    @property
-    def generated_domains(self) -> list[str]:
-        """The embedded domains of the run whose tasks are generated."""
-        factories = self.factories
-        return [
-            name
-            for name, target in EMBEDDED_DOMAINS.items()
-            if name in self.data.domains
-            and factories[name].factory == target
-            and name not in self.data.tasks
-        ]
 
     @property
     def stage_names(self) -> list[str]:

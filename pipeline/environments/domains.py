@@ -27,7 +27,7 @@ from typing import Any, TypeAlias
 from pipeline.common.console import user_module
 from pipeline.common.errors import UserError
 from pipeline.common.untrusted import is_plain, one_line, shown
-from pipeline.config.installed import package_of
+from pipeline.config.domain_names import domains_of_user, known_domains, package_of
 from pipeline.config.settings import Config
 from pipeline.data.curriculum import TINY
 from pipeline.data.rows import row_problem
@@ -149,7 +149,7 @@ def imported(where: str, target: str) -> tuple[Any, Any]:
 
 
 def _load(name: str, config: Config) -> Domain:
-    setting = config.factories[name]
+    setting = known_domains(config)[name]
     needs_reward = not config.data.reward_funcs
     package = package_of(name, setting.factory)
     origin = f" of the installed package {package}" if package else ""
@@ -307,7 +307,7 @@ def generated(
     `difficulty` takes the place of the setting's.
     """
     data = config.data
-    module = config.factories[domain.name].factory.partition(":")[0]
+    module = known_domains(config)[domain.name].factory.partition(":")[0]
     if domain.generate_tasks is None and domain.loop is not None:
         hint = f"give --tasks '{{{domain.name}: FILE}}', or generate_tasks beside the loop"
         raise UserError(f"tasks of {domain.name}: none for its loop in {module}; {hint}")
@@ -317,25 +317,26 @@ def generated(
     given = (data.task_seed, count, split, level)
     make = partial(domain.generate_tasks, data.task_seed, count, split, level)
     where = f"tasks of {domain.name}"
+    is_own = domain.name in domains_of_user(data)
     call = f"{where}: {module}.generate_tasks{given}"
     with refused(f"{call} fails"):
         try:
             tasks = make()
         except ValueError as error:  # for example because fewer than `count` tasks exist
-            why = str(error) if domain.name not in data.own_domains else describe(error)
+            why = describe(error) if is_own else str(error)
             raise UserError(f"{where}: {one_line(why.removeprefix('ValueError: '))}") from None
     made = list.copy(tasks) if isinstance(tasks, list) else []  # a subclass may never end
     if not (made and all(isinstance(task, Task) for task in made)):
         raise UserError(f"{call} gave {shown(tasks)}; return a list of Task")
     if other := next((task.domain for task in made if task.domain != domain.name), None):
         raise UserError(f"{call} gave one of the domain {shown(other)}; return {where}")
-    if split == "validation" and domain.name in data.own_domains:
+    if split == "validation" and is_own:
         with refused(f"{call} fails"):
             again = make()
         if not isinstance(again, list) or list.copy(again) != made:
             why = "gives other tasks when it is called again, so no run could be resumed"
             raise UserError(f"{call} {why}; draw from its arguments alone")
-    for task in made if domain.name in data.own_domains else ():
+    for task in made if is_own else ():
         with refused(f"{call} gave the task {shown(task.id)}"):
             row = {**vars(task), "prompt": list(task.prompt)}
             if problem := row_problem(row, domain.name, has_columns=True):

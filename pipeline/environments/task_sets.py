@@ -10,6 +10,7 @@ from typing import Any
 
 from pipeline.common.errors import UserError
 from pipeline.common.untrusted import shown
+from pipeline.config.domain_names import domains_of_user, generated_domains
 from pipeline.config.settings import Config
 from pipeline.data.curriculum import mixtures
 from pipeline.data.datasets import has_split, open_tasks
@@ -312,7 +313,7 @@ def _open(
 
     Raises UserError for a faulty row, or if all prompts are long.
     """
-    has_columns = domain.name in config.data.own_domains or bool(config.data.reward_funcs)
+    has_columns = domain.name in domains_of_user(config.data) or bool(config.data.reward_funcs)
     kept = array("Q")
     left_out = array("Q")
 
@@ -373,8 +374,8 @@ def mix_families(
         if shares or is_even:
             found = {n: tasks for (d, n), tasks in graded.items() if d == name}
             # A recipe's shares are of many generated tasks. Others may take their place.
-            are_many = config.data.num_train_tasks >= FEW and name in config.generated_domains
-            is_strict = name in given and (name in config.data.own_domains or are_many)
+            are_many = config.data.num_train_tasks >= FEW and name in generated_domains(config)
+            is_strict = name in given and (name in domains_of_user(config.data) or are_many)
             made, said = mixtures(name, found or {"train": train[name]}, shares, is_strict, is_even)
             notes += said
             if made:

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 
 from pipeline.common.errors import UserError
-from pipeline.config.settings import SINGLE_TURN, Config
+from pipeline.config.domain_names import SINGLE_TURN, known_domains
+from pipeline.config.settings import Config
 from pipeline.distributed.devices import dtype_of, on_gpu, uses_bf16
 from pipeline.distributed.main_memory import PROCESS
 from pipeline.models import lora
@@ -223,7 +224,7 @@ class Memory:
         """Return the most tokens of an episode; with one message, these are prompt and turn."""
         limits = config.rollout
         is_one_turn = all(
-            config.factories[name].factory == SINGLE_TURN for name in config.data.domains
+            known_domains(config)[name].factory == SINGLE_TURN for name in config.data.domains
         )
         if not self.prompts or not is_one_turn or config.customer.url is not None:
             return limits.max_tokens

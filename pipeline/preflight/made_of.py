@@ -11,6 +11,7 @@ from typing import Any
 
 from pipeline.checkpoints.resume import STARTED
 from pipeline.checkpoints.run_folder import TEMPLATE, hash_of
+from pipeline.config.domain_names import known_domains
 from pipeline.config.settings import Config
 from pipeline.data.tasks import HELD_OUT, MODULE, Task
 from pipeline.environments.task_sets import TaskSets
@@ -44,7 +45,7 @@ def made_of(
 def hashes_of_modules(config: Config) -> dict[str, str]:
     """Return the hash of each module of the user's that has been imported, by a name for it."""
     found = dict[str, str]()
-    factories = (of.factory for of in config.factories.values())
+    factories = (of.factory for of in known_domains(config).values())
     for target in (*factories, *config.data.reward_funcs):
         found |= _hashes_of_modules(target.partition(":")[0])
     return found

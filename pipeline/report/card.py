@@ -21,8 +21,9 @@ from pipeline.checkpoints.trained import RunCheckpoint
 from pipeline.common.hub import hub_reachable
 from pipeline.common.untrusted import masked, printable
 from pipeline.config.cli import flag
+from pipeline.config.domain_names import SINGLE_TURN, domains_of_user, known_domains
 from pipeline.config.recipe import SETTINGS, SHIPPED, load_recipe, recipe_in_words
-from pipeline.config.settings import SINGLE_TURN, Config
+from pipeline.config.settings import Config
 from pipeline.evaluation.transfer import summary
 from pipeline.models.model_files import HUB_ID
 from pipeline.report.run_files import RunData, after_name
@@ -75,7 +76,7 @@ def model_card(
     config = without_places(checkpoint.config)
     model = checkpoint.config.model.model
     # Without results, a domain that is not of one message counts as one with tools.
-    may_have = (config.factories[n].factory != SINGLE_TURN for n in config.data.domains)
+    may_have = (known_domains(config)[n].factory != SINGLE_TURN for n in config.data.domains)
     has_tools = any(run.results.get("tools", {"": any(may_have)}).values())
     kwargs = [f"{name}={value!r}, " for name, value in config.model.chat_template_kwargs.items()]
     base = hub_id_of(base_of_adapters or model)
@@ -93,7 +94,7 @@ def model_card(
         kind="LoRA adapters (PEFT)" if base_of_adapters else "A language model",
         num_rounds=len(checkpoint.state.get("rft", [])),
         step=checkpoint.step,
-        own=[name for name in config.data.domains if name in config.data.own_domains],
+        own=[name for name in config.data.domains if name in domains_of_user(config.data)],
         measured=_measured(run, checkpoint),
         results=run.results,
         libraries=[f"{name} {version(name)}" for name in LIBRARIES],

@@ -5,7 +5,7 @@ from functools import partial
 
 from pipeline.common.errors import UserError
 from pipeline.common.untrusted import one_line, shown
-from pipeline.config.settings import SINGLE_TURN, Config
+from pipeline.config.settings import Config
 from pipeline.data.splits import same_by
 from pipeline.data.tasks import Message, Task
 from pipeline.environments.calls import guarded, run_here
@@ -95,8 +95,7 @@ def check_reward_functions(
                     )
         for task in tasks[name][:NUM_REWARDED]:
             _try([f for f in applying if not f.is_async], domain, task, config)
-        is_single = config.factories[name].factory == SINGLE_TURN
-        if is_single and not any(function.takes_all for function in applying):
+        if domain.is_single_turn and not any(function.takes_all for function in applying):
             read = OF_EVERY_TASK.union(*(function.parameters for function in applying))
             notes += [f"{name}: no one reads the column {c}" for c in sorted(columns.keys() - read)]
         used.update(function.name for function in applying)

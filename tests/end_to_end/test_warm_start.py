@@ -17,13 +17,8 @@ from pipeline.checkpoints.checkpoint import Checkpointer, TrainState
 from pipeline.checkpoints.run_folder import find_checkpoint, read_state
 from pipeline.common.errors import UserError
 from pipeline.config.cli import flag, parse
-from pipeline.config.settings import (
-    DEFAULT_DOMAINS,
-    EMBEDDED_DOMAINS,
-    Config,
-    ModelSettings,
-    RolloutSettings,
-)
+from pipeline.config.domain_names import EMBEDDED_DOMAINS
+from pipeline.config.settings import Config, ModelSettings, RolloutSettings
 from pipeline.distributed.ranks import Interrupted, Ranks, parameter_hash
 from pipeline.distributed.sharding import shard_model, whole
 from pipeline.environments.discovery import tool_schemas
@@ -65,7 +60,7 @@ DOMAINS = embedded()
 ENVIRONMENTS = environments_of(DOMAINS)
 
 
-def config(seed=1, domains=DEFAULT_DOMAINS, environments=None, files=None, model="tiny", **warm):
+def config(seed=1, domains=EMBEDDED_DOMAINS, environments=None, files=None, model="tiny", **warm):
     own = {"environments": environments or {}, "demonstrations": files or {}}
     warm.setdefault("learning_rate", 2e-3)
     return Config.model_validate(
@@ -371,7 +366,7 @@ def train_on_this_rank(deterministic):
         layer.self_attn.attention_dropout = 0.3
     settings = config(steps=3, batch_size=4, rule_share=1.0)
     settings = settings.changed("run", deterministic=deterministic)
-    examples = sft_examples(settings, chat(), embedded(*DEFAULT_DOMAINS))
+    examples = sft_examples(settings, chat(), embedded(*EMBEDDED_DOMAINS))
     schedule = warm_start_schedule(settings)
     loss = fine_tune(settings, accelerator, ranks, model, examples, schedule, on_step=on_step)
     ranks.check_same_parameters(model.named_parameters(), "after the warm start")

@@ -7,16 +7,16 @@ import torch
 from datasets import Dataset
 from transformers import Qwen3ForCausalLM
 
-from pipeline.config.settings import DEFAULT_DOMAINS
+from pipeline.config.domain_names import EMBEDDED_DOMAINS
 from pipeline.environments.discovery import tool_schemas
 from pipeline.environments.experts import run_expert
 from pipeline.models.tiny import tiny_model
 from scripts.bench.trl_adapter import factories, outcome_reward, rows_without_user
 from tests.support.helpers import chat, embedded, environments_of, say, tokenizer
 
-CLASSES = environments_of(embedded(*DEFAULT_DOMAINS))
+CLASSES = environments_of(embedded(*EMBEDDED_DOMAINS))
 MODULES = {
-    domain: import_module(f"pipeline.environments.embedded.{domain}") for domain in DEFAULT_DOMAINS
+    domain: import_module(f"pipeline.environments.embedded.{domain}") for domain in EMBEDDED_DOMAINS
 }
 END = chat().end_of_turn_id
 
@@ -122,7 +122,7 @@ def train(model, rows, folder, max_tokens=160):
 @pytest.mark.filterwarnings("ignore")
 def test_a_step_of_grpo_with_the_expert_among_the_siblings(tmp_path):
     """TRL's prompts, results and rewards are ours: the scripts are found token for token."""
-    tasks = [task for domain in DEFAULT_DOMAINS for task in alone(domain, 12)[0]]
+    tasks = [task for domain in EMBEDDED_DOMAINS for task in alone(domain, 12)[0]]
     model = Actor(tiny_model(tokenizer(), 0).config)
     model.scripts, model.contexts = [script_of(task) for task in tasks], []
     before = [parameter.detach().clone() for parameter in model.parameters()]

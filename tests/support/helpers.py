@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pipeline.config.settings import EMBEDDED_DOMAINS, Config
+from pipeline.config.domain_names import EMBEDDED_DOMAINS
+from pipeline.config.settings import Config
 from pipeline.data.tasks import Message, Task
 from pipeline.environments import Domain, load_domains
 from pipeline.models.chat.template import Chat

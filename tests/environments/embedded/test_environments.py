@@ -11,7 +11,7 @@ from itertools import pairwise, product
 import pytest
 
 from examples.telecom_chat import REQUESTS
-from pipeline.config.settings import DEFAULT_DOMAINS
+from pipeline.config.domain_names import EMBEDDED_DOMAINS
 from pipeline.data.tasks import DIFFICULTIES, SPLITS
 from pipeline.environments.discovery import tool_schemas
 from pipeline.environments.embedded.cases import (
@@ -30,7 +30,7 @@ from tests.support.helpers import DOMAINS, embedded, environments_of, module_of
 CLASSES = environments_of(embedded())
 MODULES = {domain: module_of(domain) for domain in DOMAINS}
 in_every_domain = pytest.mark.parametrize("domain", DOMAINS)
-in_the_default_domains = pytest.mark.parametrize("domain", DEFAULT_DOMAINS)
+in_the_default_domains = pytest.mark.parametrize("domain", EMBEDDED_DOMAINS)
 at_every_difficulty = pytest.mark.parametrize("difficulty", DIFFICULTIES)
 
 
@@ -372,7 +372,7 @@ def test_reset_erases_everything(domain):
 def test_the_same_seed_gives_the_same_tasks_in_every_process():
     """Byte for byte but for the policy; the digest is that of every run before."""
     digest = hashlib.sha256()
-    for domain, difficulty, split in product(DEFAULT_DOMAINS, DIFFICULTIES, SPLITS):
+    for domain, difficulty, split in product(EMBEDDED_DOMAINS, DIFFICULTIES, SPLITS):
         tasks = MODULES[domain].generate_tasks(7, 40, split, difficulty)
         of = [(t.id, t.payload, *t.prompt[1:], t.family, t.branch) for t in tasks]
         digest.update(repr(of).encode())
