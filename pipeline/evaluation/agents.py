@@ -6,7 +6,7 @@ messages come from the endpoint.
 
 import json
 from collections.abc import Sequence
-from copy import copy
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -81,9 +81,8 @@ class EndpointPolicy:
 
 def agent_rollout(rollout: Rollout, model: LanguageModel, temperature: float) -> Rollout:
     """Return a copy of a rollout for which a language model behind an endpoint is the policy."""
-    agent = copy(rollout)
-    agent.deterministic = False
-    agent.policy = EndpointPolicy(rollout, model, temperature)
+    agent = replace(rollout, deterministic=False)
+    agent.policy = EndpointPolicy(agent, model, temperature)
     return agent
 
 

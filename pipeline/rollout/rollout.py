@@ -5,6 +5,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, field
 from itertools import groupby
 
 from pipeline.common.console import say
@@ -27,6 +28,7 @@ Progress = Callable[[int], None]  # gets the number of episodes that have just e
 TURN_SHARE = 0.25  # share of messages that must be complete before environments answer
 
 
+@dataclass(eq=False)
 class Rollout:
     """Runs episodes of any domain with one policy, one chat format and one set of limits.
 
@@ -39,38 +41,25 @@ class Rollout:
     shown the messages.
     """
 
-    def __init__(
-        self,
-        policy: Policy,
-        chat: Chat,
-        domains: Mapping[str, Domain],
-        limits: RolloutSettings,
-        deterministic: bool = False,
-        *,
-        rewards: RewardFunctions | None = None,
-        on_progress: Callable[[str], None] = lambda key: None,
-        faults: FaultLog | None = None,
-        opening_messages: Mapping[str, OpeningMessage] | None = None,
-        judge: Judge | None = None,
-        reply: Reply = reply_of,
-        watch: Watch | None = None,
-    ) -> None:
-        self.policy = policy
-        self.chat = chat
-        self.domains = domains
-        self.limits = limits
-        self.deterministic = deterministic
-        self.rewards = rewards
-        self.on_progress = on_progress
-        self.faults = faults or FaultLog()
-        self.opening_messages = opening_messages or {}
-        self.judge = judge
-        if rewards is not None and judge is not None:
-            rewards.judge = judge
-        self.reply = reply
-        self.watch = watch
+    policy: Policy
+    chat: Chat
+    domains: Mapping[str, Domain]
+    limits: RolloutSettings
+    deterministic: bool = False
+    _: KW_ONLY
+    rewards: RewardFunctions | None = None
+    on_progress: Callable[[str], None] = lambda key: None
+    faults: FaultLog = field(default_factory=FaultLog)
+    opening_messages: Mapping[str, OpeningMessage] = field(default_factory=dict)
+    judge: Judge | None = None
+    reply: Reply = reply_of
+    watch: Watch | None = None
+
+    def __post_init__(self) -> None:
+        if self.rewards is not None and self.judge is not None:
+            self.rewards.judge = self.judge
         self.environment_s = 0.0  # seconds of environments and waits
-        self.calls = Calls(limits.call_timeout, lambda key: self.on_progress(key))
+        self.calls = Calls(self.limits.call_timeout, lambda key: self.on_progress(key))
 
     def __call__(
         self,
