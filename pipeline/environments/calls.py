@@ -1,11 +1,13 @@
-"""Calls of environment code, each with a deadline.
+"""Calls of environment code, each with a deadline. A call that passes the deadline is late.
 
-A call that passes the deadline is late. In the main thread, an alarm (SIGALRM) interrupts a late
-call. Python can interrupt only the main thread, so a late call in another thread continues, and the
-late result is dropped. A late coroutine is cancelled.
+There are three places for a call. No one of them can take all calls:
 
-Coroutines of environments run in an event loop of their own, in a thread of its own: they go on
-while the main thread samples, and a coroutine that blocks does not stop the run.
+- The main thread, for calls that do not wait. An alarm (SIGALRM) interrupts a late call, and Python
+  can interrupt no other thread: in a worker thread, an endless loop would slow the run down to its
+  end. Such code may call `asyncio.run`, so `_no_running_loop` hides the rollout's event loop.
+- A thread for each call that waits and is not async. A late call continues; its result is dropped.
+- One event loop in a thread of its own, for coroutines: they go on while the main thread samples,
+  and a coroutine that blocks does not stop the run. A late coroutine is cancelled.
 """
 
 import asyncio
@@ -21,7 +23,6 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
-from importlib import import_module
 from typing import Any, Protocol, TypeVar
 
 from pipeline.common.children import end_child
@@ -40,7 +41,6 @@ MAX_THREADS = 512  # largest number of threads for synchronous calls in the back
 TICK_S = 1.0  # seconds between two signs of progress while the calling thread waits
 GRACE_S = 5.0  # seconds until a blocked event loop is replaced
 MAX_HANGS = 3  # a rollout stops calling a domain after this number of late calls in a row
-_signal: Any = import_module("_signal")  # faster than the module `signal`, which creates enums
 
 Value = TypeVar("Value")
 Key = tuple[str, str]  # (domain, task id)
@@ -57,7 +57,7 @@ _other_handler: Any = None  # SIGALRM handler that other code has installed
 
 
 def guarded(name: str, seconds: float, call: Callable[[], Any]) -> Any:
-    """Run `call` and return its value; if `call` returns an awaitable, wait for the value.
+    """Call a function as `run_here` does, and return its value.
 
     Raises EnvironmentFault if the call fails or takes more than `seconds`. In the main thread, an
     alarm interrupts the call after `seconds`, unless the call is blocked inside C code.
@@ -74,7 +74,7 @@ def guarded(name: str, seconds: float, call: Callable[[], Any]) -> Any:
             if threading.current_thread() is threading.main_thread():
                 result = _under_alarm(seconds, call)
             else:
-                result = settled(call())
+                result = run_here(call)
         if os.getpid() != pid:
             end_child()
     except CallTimeout:
@@ -103,7 +103,7 @@ def _alarm(number: int, frame: Any) -> None:
 
 def _in_child() -> None:
     """Give SIGALRM back, in a process that was forked during a call."""
-    if _signal.getsignal(signal.SIGALRM) is _alarm:
+    if signal.getsignal(signal.SIGALRM) is _alarm:
         signal.signal(signal.SIGALRM, _other_handler or signal.SIG_DFL)
 
 
@@ -117,22 +117,22 @@ def _under_alarm(seconds: float, call: Callable[[], Any]) -> Any:
     handler of SIGALRM, because installing a handler takes longer than most calls.
     """
     global _other_handler
-    if (handler := _signal.getsignal(signal.SIGALRM)) is not _alarm:
+    if (handler := signal.getsignal(signal.SIGALRM)) is not _alarm:
         _other_handler = handler
         signal.signal(signal.SIGALRM, _alarm)
     begun = time.monotonic()
     _state.frame = sys._getframe()
-    left, interval = _signal.setitimer(signal.ITIMER_REAL, seconds, REPEAT_S)
+    left, interval = signal.setitimer(signal.ITIMER_REAL, seconds, REPEAT_S)
     try:
         _state.interruptible = True
-        return settled(call())
+        return run_here(call)
     finally:
         _state.interruptible = False
-        _signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.setitimer(signal.ITIMER_REAL, 0)
         _state.frame = None
         if left:
             left -= time.monotonic() - begun
-            _signal.setitimer(signal.ITIMER_REAL, max(left, 1e-6), interval)
+            signal.setitimer(signal.ITIMER_REAL, max(left, 1e-6), interval)
 
 
 @contextmanager
@@ -218,18 +218,14 @@ environment_loop = _EnvironmentLoop()
 
 
 async def awaited(value: Any) -> Any:
-    """Return `value`, or the awaited result if `value` is awaitable."""
+    """Return `value`, or the awaited result if `value` is awaitable.
+
+    In another thread than the event loop's, wait for the event loop, until the deadline of
+    `guarded`.
+    """
     if inspect.isawaitable(value):
         return await value if environment_loop.is_here else _wait_for(value)
     return value
-
-
-def settled(value: Any) -> Any:
-    """Return `value`; if `value` is awaitable, wait in this thread until the event loop has it.
-
-    A coroutine is cancelled at the deadline that `guarded` has set.
-    """
-    return _wait_for(value) if inspect.isawaitable(value) else value
 
 
 def run_here(function: Callable[..., Any], *arguments: Any) -> Any:
@@ -371,7 +367,7 @@ class Calls:
         self._check(key)
         begun = time.monotonic()
         try:
-            result = guarded(name, self.seconds, lambda: run_here(call))
+            result = guarded(name, self.seconds, call)
         except EnvironmentFault as fault:
             self._note(key, fault, begun)
             raise
@@ -426,7 +422,7 @@ class Calls:
                 if fault is not None:
                     raise late if fault.timed_out else fault
             else:
-                made = _in_thread(lambda: guarded(name, seconds, lambda: run_here(call)))
+                made = _in_thread(partial(guarded, name, seconds, call))
                 result = await _answer(made, name, seconds, late)
         except EnvironmentFault as fault:
             self._note(key, fault, begun)

@@ -15,7 +15,7 @@ from typing import Any
 from pipeline.common.untrusted import is_plain
 from pipeline.data.rng import choose, generator
 from pipeline.data.tasks import Message, Task
-from pipeline.environments.calls import run_here, settled
+from pipeline.environments.calls import awaited, run_here
 from pipeline.environments.tools import answer_call, is_done, reply_of, reset_arguments, reward_of
 
 
@@ -106,7 +106,7 @@ def run_expert(
         raise ValueError("its payload has no goal")
     prompt = [dict(message) for message in task.prompt]
     given = reset_arguments(environment.reset, task.row())
-    prompt[-1]["content"] += settled(environment.reset(**given)) or ""
+    prompt[-1]["content"] += run_here(awaited, environment.reset(**given)) or ""
     agent = Agent(environment, generator(seed, "expert", *task.key), rule_share)
     agent.raised = agent.raised if raised is None else raised
     final = expert(agent, goal)

@@ -10,7 +10,7 @@ import numpy as np
 from pipeline.common.errors import UserError
 from pipeline.common.untrusted import one_line, shown
 from pipeline.data.tasks import Message, Task
-from pipeline.environments.calls import guarded, run_here
+from pipeline.environments.calls import guarded
 from pipeline.environments.domains import Domain
 from pipeline.environments.experts import goal_of
 from pipeline.environments.faults import EnvironmentFault
@@ -52,9 +52,8 @@ def try_task(
     try:
         for trial in range(2):
             with RandomState(task, *([] if is_keyed else [trial])):
-                made.append(
-                    guarded("reset", seconds, partial(run_here, started, domain.make, task.row()))
-                )
+                start = partial(started, domain.make, task.row())
+                made.append(guarded("reset", seconds, start))
         if why := _solved(domain, task, seconds, success or 0.0)[1] if is_solvable else "":
             raise UserError(
                 f"{where}: the actions that serve its goal do not lead to what it expects ({why}); "
@@ -63,7 +62,7 @@ def try_task(
         difference = _difference(*made)  # `get_reward` may change the first
         with RandomState(task):
             score = partial(reward_of, made[0].environment, messages=task.prompt)
-            guarded("get_reward", seconds, partial(run_here, score))
+            guarded("get_reward", seconds, score)
     except EnvironmentFault as fault:
         failed = f"{fault.call} failed on task {shown(task.id)}: {one_line(str(fault))}"
         hint = remedy or "mend the environment or the task"

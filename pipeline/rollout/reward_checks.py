@@ -8,7 +8,7 @@ from pipeline.common.untrusted import one_line, shown
 from pipeline.config.settings import Config
 from pipeline.data.splits import same_by
 from pipeline.data.tasks import Message, Task
-from pipeline.environments.calls import guarded, run_here
+from pipeline.environments.calls import guarded
 from pipeline.environments.domains import Domain
 from pipeline.environments.faults import EnvironmentFault
 from pipeline.environments.tools import RandomState, started
@@ -149,7 +149,7 @@ def _try(functions: Sequence[RewardFunction], domain: Domain, task: Task, config
             trajectory = Trajectory(domain=task.domain, task_id=task.id, messages=messages)
             try:
                 with RandomState(task):
-                    start = partial(run_here, started, domain.make, task.row())
+                    start = partial(started, domain.make, task.row())
                     made = guarded("reset", seconds, start)
             except EnvironmentFault as fault:
                 raise UserError(

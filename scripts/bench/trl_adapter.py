@@ -20,7 +20,7 @@ from typing import Any, ClassVar
 
 from pipeline.common.errors import UserError
 from pipeline.data.tasks import Message, Task
-from pipeline.environments.calls import settled
+from pipeline.environments.calls import awaited, run_here
 from pipeline.environments.discovery import raw_call, tool_methods
 from pipeline.environments.tools import call_tool, error_result, is_done
 
@@ -32,7 +32,7 @@ class _Adapter:
 
     def reset(self, **row: Any) -> str | None:
         self._environment = self._environment_class()
-        addition: str | None = settled(self._environment.reset(**row))
+        addition: str | None = run_here(awaited, self._environment.reset(**row))
         return addition
 
     def _score(self, message: Message, finished: bool) -> float:
@@ -40,7 +40,7 @@ class _Adapter:
         if is_final and not is_done(self._environment):
             self._environment.final_message = message["content"]
         self._environment.stop_reason = "completed" if finished else "max_tokens"
-        return float(settled(self._environment.get_reward()))
+        return float(run_here(awaited, self._environment.get_reward()))
 
 
 def factories(classes: Mapping[str, type[Any]]) -> dict[str, Callable[[], Any]]:
@@ -77,7 +77,7 @@ def rows_without_user(
     rows = []
     for task in tasks:
         environment = classes[task.domain]()
-        settled(environment.reset(**task.row()))
+        run_here(awaited, environment.reset(**task.row()))
         if getattr(environment, "user", None) is None:
             rows.append({**task.row(), "environment": task.domain})
     return rows

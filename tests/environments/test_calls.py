@@ -102,7 +102,7 @@ def awaits(function):
     async def later():
         return function()
 
-    return later
+    return lambda: awaited(later())
 
 
 @pytest.mark.parametrize("kind", [lambda function: function, awaits], ids=["sync", "async"])
