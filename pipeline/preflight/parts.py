@@ -52,10 +52,6 @@ class Prepared:
     warnings: list[str]  # warnings about the demonstrations
     episodes_at_once: int  # `max_concurrent_episodes`, or fewer if no more fit into memory
 
-    @property
-    def environments(self) -> dict[str, type[Any]]:
-        return {name: domain.environment for name, domain in self.domains.items()}
-
     def sources(self, stage: Stage) -> dict[str, Sequence[Task]]:
         return {d: self.graded.get((d, stage.difficulty), self.train[d]) for d in stage.groups}
 

@@ -26,7 +26,6 @@ from pipeline.data.curriculum import tasks_of_step
 from pipeline.distributed import ranks as collectives
 from pipeline.distributed.connect import connect
 from pipeline.distributed.watchdog import Watchdog
-from pipeline.environments.discovery import tool_schemas
 from pipeline.rollout.trajectory import EpisodeRecord, Trajectory
 from pipeline.run_state import Run, open_run
 from pipeline.training.collect import RolloutBatch, collect_rollouts, give_advantages
@@ -116,8 +115,7 @@ def scripts_of(run: Run, num_units: int) -> dict[tuple[int, ...], list[list[int]
     found = {}
     for step in range(num_units):
         for task in tasks_of_step(parts.stages[0], step, parts.train, run.config.run.seed):
-            tools = tool_schemas(parts.environments[task.domain])
-            prompt = parts.chat.prompt_ids(list(task.prompt), tools)
+            prompt = parts.prompt_ids(task.domain, task)
             scripts = [script_of(task, parts, sibling) for sibling in range(size)]
             found[tuple(prompt)] = [list(chain(*messages)) for messages in scripts]
     return found

@@ -160,7 +160,9 @@ def make_trainer(
     else:
         sources = {
             "train_dataset": Dataset.from_list(rows),
-            "environment_factory": factories(parts.environments),
+            "environment_factory": factories(
+                {name: domain.environment for name, domain in parts.domains.items()}
+            ),
             "reward_funcs": outcome_reward(parts.chat.end_of_turn_id),
         }
     longest_prompt = max(parts.longest_prompts().values())

@@ -194,7 +194,8 @@ def without_users(parts: Prepared) -> Prepared:
 
     train: dict[str, Sequence[Task]] = {}
     for domain, tasks in parts.train.items():
-        kept = {row["id"] for row in rows_without_user(tasks, parts.environments)}
+        classes = {name: domain.environment for name, domain in parts.domains.items()}
+        kept = {row["id"] for row in rows_without_user(tasks, classes)}
         train[domain] = [task for task in tasks if task.id in kept]
     return dataclasses.replace(parts, train=train)
 
