@@ -32,7 +32,6 @@ from pipeline.data.curriculum import Stage, describe, one_after_another
 from pipeline.data.tasks import MODULE, Source
 from pipeline.distributed.ranks import Ranks
 from pipeline.distributed.watchdog import Watchdog
-from pipeline.environments.discovery import tool_schemas
 from pipeline.environments.language_models.customers import customers_of, end_of_run, judge_of
 from pipeline.environments.language_models.language_model import LanguageModel
 from pipeline.evaluation.advice import Group, StandStill
@@ -224,7 +223,7 @@ class Run:
             facts |= {name: of for name, of in further.items() if of}
             facts["reward_parts"] = {n: d.reward_parts for n, d in self.parts.domains.items()}
             facts["num_train_tasks"] = {n: len(tasks) for n, tasks in self.parts.train.items()}
-            facts["tools"] = {n: tool_schemas(d.environment) for n, d in self.parts.domains.items()}
+            facts["tools"] = {n: d.tools for n, d in self.parts.domains.items()}
             stages = self.stages
             held_out = self.parts.held_out
             write_results(
@@ -422,7 +421,7 @@ def evaluate_held_out(run: Run, after: str) -> None:
         silent = [
             name
             for name, domain in run.parts.domains.items()
-            if tool_schemas(domain.environment) and not found[name]["tools"]
+            if domain.tools and not found[name]["tools"]
         ]
         if silent:
             run.say(

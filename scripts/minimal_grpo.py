@@ -24,7 +24,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from pipeline.config.settings import Config
 from pipeline.data.rng import stream_key
 from pipeline.data.tasks import Task
-from pipeline.environments.discovery import tool_schemas
 from pipeline.environments.domains import Domain, load_domains
 from pipeline.models.chat.template import Chat
 from pipeline.models.sampling_copy import trained_weights
@@ -71,7 +70,7 @@ def warm_start(model: Any, chat: Chat, domain: Domain, tasks: list[Task], steps:
 
     The expert follows the domain's rule in 30 % of its decisions, and else draws an option.
     """
-    tools = tool_schemas(domain.environment)
+    tools = domain.tools
     talks = (domain.demonstrate(task, 60, rule_share=0.3)[0] for task in tasks)
     rows = [encode(chat, messages, tools) for messages in talks]
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, weight_decay=0.0)

@@ -18,7 +18,6 @@ from pipeline.config.settings import Config
 from pipeline.data.curriculum import TaskMixture, quota
 from pipeline.data.rows import json_lines, messages_problem, with_usual_messages
 from pipeline.data.tasks import Message, Task
-from pipeline.environments.discovery import tool_schemas
 from pipeline.environments.domains import Domain, generated
 from pipeline.environments.faults import EnvironmentFault
 
@@ -74,7 +73,7 @@ def demonstrations_of(config: Config, domain: Domain, count: int) -> Iterator[De
 
     Raises UserError for an invalid line of the file, or if the expert fails on a task.
     """
-    tools = tool_schemas(domain.environment)
+    tools = domain.tools
     if (path := config.data.demonstrations.get(domain.name)) is not None:
         for found in read_demonstrations(Path(path)):
             yield found if found.tools is not None else found._replace(tools=tools)
@@ -114,7 +113,7 @@ def words_of_demonstrations(config: Config, domain: Domain, count: int) -> list[
     """Return up to MAX_WORDS frequent texts of a domain's demonstrations; see `words_of`."""
     count = min(MAX_READ, count, domain.max_tasks or count)
     made = list(demonstrations_of(config, domain, count))
-    return words_of(made, [domain.name, *names_of(tool_schemas(domain.environment))])
+    return words_of(made, [domain.name, *names_of(domain.tools)])
 
 
 def names_of(tools: Iterable[Mapping[str, Any]]) -> list[str]:

@@ -84,6 +84,11 @@ class Domain:
         return self.environment.__name__ if has_reward else ""
 
     @property
+    def tools(self) -> list[dict[str, Any]]:
+        """The JSON schemas of the environment's tools."""
+        return tool_schemas(self.environment)
+
+    @property
     def is_single_turn(self) -> bool:
         """Whether the model's first message ends an episode, and reward functions alone score."""
         return self.loop is None and self.environment is SingleTurnEnvironment

@@ -20,7 +20,6 @@ from pipeline.config.settings import Config, EvaluationSettings
 from pipeline.data.curriculum import Stage
 from pipeline.data.tasks import Message
 from pipeline.distributed.ranks import Ranks
-from pipeline.environments.discovery import tool_schemas
 from pipeline.environments.domains import Domain
 from pipeline.evaluation.transfer import Z95, mean_over_tasks, pass_at_k, rate
 from pipeline.rollout.trajectory import EpisodeRecord, StopReason, Trajectory, succeeded
@@ -417,7 +416,7 @@ class ActionCollapse:
         mine = Counter[tuple[str, str, str, bool, bool]]()
         for t in episodes:
             if t.domain in stage.own and not t.left_out:
-                schemas = tool_schemas(domains[t.domain].environment)
+                schemas = domains[t.domain].tools
                 decision = decision_of(t.messages, schemas, names_branch=bool(t.branch))
                 solved = succeeded(t.reward, threshold)
                 is_task = t.trial == 0

@@ -18,7 +18,7 @@ from pipeline.config.settings import RolloutSettings
 from pipeline.data.tasks import Message, Task
 from pipeline.environments import tools
 from pipeline.environments.calls import Calls
-from pipeline.environments.discovery import raw_call, tool_methods, tool_schemas
+from pipeline.environments.discovery import raw_call, tool_methods
 from pipeline.environments.domains import Domain, Play
 from pipeline.environments.faults import EnvironmentFault, FaultLog
 from pipeline.environments.language_models.customers import OpeningMessage
@@ -101,7 +101,7 @@ class Episode:
     async def play(self) -> None:
         """Play the episode to its end, and score it; a failure of the environment ends it."""
         trajectory = self.trajectory
-        schemas = tool_schemas(self.domain.environment)
+        schemas = self.domain.tools
         self.conversation = conversation = Conversation(
             trajectory=trajectory,
             schemas=schemas,

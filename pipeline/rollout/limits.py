@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from pipeline.common.errors import UserError
 from pipeline.config.cli import flag
 from pipeline.config.settings import Config, RolloutSettings
-from pipeline.environments.discovery import tool_schemas
 from pipeline.environments.domains import Domain
 from pipeline.environments.task_sets import IsLong
 from pipeline.models.chat.template import Chat
@@ -19,7 +18,7 @@ def is_too_long(limits: RolloutSettings, num_tokens: int) -> bool:
 
 def long_prompts(config: Config, domain: Domain, chat: Chat) -> IsLong | None:
     """Return a function that finds the prompts that `skip_long_tasks` leaves out, or None."""
-    schemas = tool_schemas(domain.environment)
+    schemas = domain.tools
     if not config.data.skip_long_tasks:
         return None
     return lambda prompt: is_too_long(config.rollout, len(chat.prompt_ids([*prompt], schemas)))

@@ -18,7 +18,6 @@ from pipeline.environments.demonstrations import (
     has_demonstrations,
     words_of_demonstrations,
 )
-from pipeline.environments.discovery import tool_schemas
 from pipeline.environments.domains import Domain, generated
 from pipeline.environments.task_checks import try_expert
 from pipeline.environments.task_sets import is_single_turn
@@ -109,7 +108,7 @@ def _tried(config: Config, domain: Domain, count: int) -> Iterator[Demonstration
     # If `max_tasks` is None, the check makes all tasks, to see whether the domain has enough.
     num_made = count if limit is None else min(count, NUM_TRIED_BY_EXPERT)
     tasks = generated(config, domain, num_made, "train")
-    tools = tool_schemas(domain.environment)
+    tools = domain.tools
     for task in tasks[:: -(-len(tasks) // NUM_TRIED_BY_EXPERT)]:
         messages = try_expert(domain, task, config.rollout.call_timeout, threshold)
         yield Demonstration(f"the expert's task {shown(task.id)}", messages, tools)
@@ -134,7 +133,7 @@ def _held_out_prompts(
 
 
 def _other_tools(domain: Domain, tried: Sequence[Demonstration]) -> Iterator[str]:
-    schemas = tool_schemas(domain.environment)
+    schemas = domain.tools
     if others := [one.where for one in tried if one.tools != schemas]:
         yield (
             f"demonstrations of {domain.name}: the tools of {len(others)} of {len(tried)} tried "

@@ -35,7 +35,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from pipeline.config.settings import Config
 from pipeline.data.tasks import Task
 from pipeline.environments.calls import run_here
-from pipeline.environments.discovery import tool_schemas
 from pipeline.environments.domains import Domain, load_domains
 from pipeline.environments.tools import answer_call, reward_of
 from scripts.proofs.tau2_cases import DOMAINS, Case, Maker, cases_of
@@ -235,7 +234,7 @@ def main(argv: list[str]) -> int:
     domains = load_domains(Config(data={"tau2": options.tau2, "domains": options.domains}))
     makers, cases = {}, []
     for name in options.domains:
-        schemas, rng = tool_schemas(domains[name].environment), random.Random(options.seed)
+        schemas, rng = domains[name].tools, random.Random(options.seed)
         makers[name] = Maker(options.tau2, name, schemas, rng)
         made = list(cases_of(makers[name], math.ceil(SHARES[name] * options.cases)))
         cases += [case | {"timed": number < TIMED} for number, case in enumerate(made)]

@@ -27,7 +27,6 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from pipeline.config.settings import Config
-from pipeline.environments.discovery import tool_schemas
 from pipeline.environments.domains import load_domains
 from scripts.bench.common import machine
 from scripts.proofs.tau2_cases import CHANGES, DOMAINS, Call, Maker, Message, mutating
@@ -80,7 +79,7 @@ def play(run: Path, customer: str, reward: str, options: argparse.Namespace) -> 
     domains = load_domains(Config(data=data, judge=models, **sections))
     scripts = dict[int, list[Message]]()
     for name, domain in domains.items():
-        schemas = tool_schemas(domain.environment)
+        schemas = domain.tools
         maker = Maker(options.tau2, name, schemas, random.Random(SEED))
         for task in domain.generate_tasks(0, options.tasks, "test", "medium"):
             for trial in range(TRIALS):

@@ -8,7 +8,6 @@ from pipeline.common.errors import UserError
 from pipeline.config.rules import refuse_placeholders
 from pipeline.config.settings import Config
 from pipeline.distributed.ranks import Ranks
-from pipeline.environments.discovery import tool_schemas
 from pipeline.environments.experts import run_expert
 from pipeline.environments.language_models.language_model import LanguageModel
 from pipeline.evaluation.agents import agent_rollout, evaluate_agent
@@ -106,7 +105,7 @@ def test_an_agent_that_makes_the_experts_calls_earns_1_and_is_paid_once(tmp_path
     assert counts == {0.8: num_paid * 2 / 3, 0.0: num_paid / 3}
     assert {body["max_tokens"] for body in server.bodies} == {9}
     assert {body["model"] for body in server.bodies} == {"m"}
-    assert server.bodies[0]["tools"] == tool_schemas(domain.environment)
+    assert server.bodies[0]["tools"] == domain.tools
     assert len(list((tmp_path / "agents").iterdir())) == 1
 
 

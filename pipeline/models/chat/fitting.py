@@ -18,7 +18,6 @@ from typing import Any
 from pipeline.common.errors import UserError, nearest
 from pipeline.common.untrusted import read_file, shown
 from pipeline.data.tasks import Message
-from pipeline.environments.discovery import tool_schemas
 from pipeline.environments.domains import Domain
 
 MAX_TEMPLATE_BYTES = 1 << 20
@@ -277,7 +276,7 @@ def needs_of(domains: Iterable[Domain]) -> Needs:
     """Return what conversations in these domains need of a chat template."""
     used = list(domains)
     return Needs(
-        tools=any(tool_schemas(domain.environment) for domain in used),
+        tools=any(domain.tools for domain in used),
         # An environment of a user's may make a `user` who answers in any method.
         replies=any(not domain.is_single_turn for domain in used),
     )

@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 
 from pipeline.config.settings import Config
-from pipeline.environments.discovery import tool_schemas
 from pipeline.environments.domains import load_domains
 from scripts.proofs.tau2_cases import DOMAINS, Maker
 from tests.support.tau2_miniature import write
@@ -30,7 +29,7 @@ def domain(request, checkout_path):
 @pytest.fixture
 def maker(checkout_path, domain):
     """The maker of a domain's cases, with the same draws in each test."""
-    found = Maker(checkout_path, domain.name, tool_schemas(domain.environment))
+    found = Maker(checkout_path, domain.name, domain.tools)
     found.rng.seed(1)
     return found
 
