@@ -56,7 +56,6 @@ from pipeline.preflight.made_of import hashes_of_modules
 from pipeline.preflight.parts import Prepared
 from pipeline.report.log import RunLog
 from pipeline.report.progress import episodes_of, say_start
-from pipeline.rollout.rewards import load_reward_functions
 from pipeline.rollout.samplers.choice import Sampler, make_sampler
 from pipeline.rollout.trajectory import EpisodeRecord, Trajectory
 from pipeline.training.learner import Learner
@@ -335,9 +334,8 @@ def make_learner(
     Raises UserError if it samples other than it trains.
     """
     parts = origin.parts
-    rewards = load_reward_functions(config, ranks.progress)
-    customers = customers_of(config, origin.folder, parts.domains, parts.held_out, ranks)
-    judge = judge_of(config, origin.folder, parts.domains, ranks, rewards)
+    customers = customers_of(config, origin.folder, parts.served, ranks)
+    judge = judge_of(config, origin.folder, ranks)
     learner = Learner(
         origin.model,
         parts.chat,
@@ -346,7 +344,7 @@ def make_learner(
         accelerator,
         ranks,
         make_sampler=make_sampler,
-        rewards=rewards,
+        rewards=parts.rewards,
         opening_messages=customers.opening_messages if customers else {},
         judge=judge.ask if judge else None,
     )

@@ -30,7 +30,7 @@ from pipeline.models.tiny import CHAT_TEMPLATE as TINY_TEMPLATE
 from pipeline.preflight.made_of import hashes_of_tokenizer, made_of
 from pipeline.rollout.limits import TooLow, check_limits, is_too_long, long_prompts
 from pipeline.rollout.reward_checks import check_reward_functions
-from pipeline.rollout.rewards import callables_of, load_reward_functions
+from pipeline.rollout.rewards import RewardFunctions, callables_of, load_reward_functions
 from pipeline.training.demonstration_checks import check_demonstrations, tokenizer_of
 
 
@@ -43,6 +43,8 @@ class Prepared:
     graded: Graded
     longest: dict[str, list[Task]]  # each domain's training tasks with the most text
     stages: list[Stage]
+    rewards: RewardFunctions | None
+    served: list[str]  # domains whose customers a language model plays
     tokenizer: Any
     chat: Chat
     about: dict[str, Mapping[str, Any]]  # facts of domains about themselves
@@ -98,7 +100,7 @@ def prepare(
         for name, domain in domains.items()
     }
     held_out = {name: of.held_out for name, of in sets.items()}
-    notes = check_scenarios(config, domains, held_out)
+    served, notes = check_scenarios(config, domains, held_out)
     train = {name: of.train for name, of in sets.items()}
     longest = {name: of.longest for name, of in sets.items()}
     notes += [note for of in sets.values() for note in of.notes]
@@ -137,6 +139,8 @@ def prepare(
         graded=graded,
         longest=longest,
         stages=make_stages(config, sizes),
+        rewards=rewards,
+        served=served,
         tokenizer=tokenizer,
         chat=chat,
         about=about,

@@ -165,6 +165,7 @@ class RewardFunctions:
     `num_calls` is the number of attempts at calls of async functions. `metrics` holds the values
     of `log_metric` by name; the caller empties `metrics`. `trainer_state` is an argument of the
     functions, and so is `judge`, which a run with `judge_url` sets to `LanguageModel.ask`.
+    `on_call` is that of Calls; a Rollout sets both.
     """
 
     def __init__(
@@ -172,7 +173,6 @@ class RewardFunctions:
         functions: Sequence[RewardFunction],
         seconds: float,
         max_steps: int = 0,
-        on_call: Callable[[str], None] = lambda key: None,
     ) -> None:
         from transformers import TrainerState  # most runs need no TrainerState
 
@@ -180,17 +180,14 @@ class RewardFunctions:
         self.trainer_state = TrainerState(max_steps=max_steps)
         self.num_calls = 0
         self.judge: Callable[..., Any] | None = None
+        self.on_call: Callable[[str], None] = lambda key: None
         self.metrics: dict[str, list[float]] = defaultdict(list)
-        self._calls = Calls(seconds, on_call)
+        self._calls = Calls(seconds, lambda key: self.on_call(key))
 
     def names(self, domains: Iterable[Domain]) -> list[str]:
         """Return the names of all sources of rewards, those of domains themselves first."""
         own = dict.fromkeys(domain.own_reward for domain in domains if domain.own_reward)
         return [*own, *(function.name for function in self.functions)]
-
-    @property
-    def asks_judge(self) -> bool:
-        return any(function.asks_judge for function in self.functions)
 
     def __call__(self, completions: Sequence[Completion], faults: FaultLog | None = None) -> None:
         """Score completions as `score` does, from code that is not async."""
@@ -352,9 +349,7 @@ def _rewards(name: str, returned: Any, count: int) -> list[float | None]:
     return [None if math.isnan(reward) else reward for reward in rewards]
 
 
-def load_reward_functions(
-    config: Config, on_call: Callable[[str], None] = lambda key: None
-) -> RewardFunctions | None:
+def load_reward_functions(config: Config) -> RewardFunctions | None:
     """Import `data.reward_funcs`; returns None if there are none. Raises UserError."""
     data = config.data
     if not data.reward_funcs:
@@ -365,7 +360,7 @@ def load_reward_functions(
         RewardFunction(name, _imported(target), weight)
         for name, target, weight in zip(names, data.reward_funcs, weights, strict=True)
     ]
-    return RewardFunctions(functions, config.rollout.call_timeout, config.grpo.max_steps, on_call)
+    return RewardFunctions(functions, config.rollout.call_timeout, config.grpo.max_steps)
 
 
 def callables_of(rewards: RewardFunctions | None) -> list[Callable[..., Any]]:

@@ -56,7 +56,8 @@ class Rollout:
     watch: Watch | None = None
 
     def __post_init__(self) -> None:
-        if self.rewards is not None and self.judge is not None:
+        if self.rewards is not None:
+            self.rewards.on_call = lambda key: self.on_progress(key)
             self.rewards.judge = self.judge
         self.environment_s = 0.0  # seconds of environments and waits
         self.calls = Calls(self.limits.call_timeout, lambda key: self.on_progress(key))

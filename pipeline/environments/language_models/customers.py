@@ -198,20 +198,20 @@ def served_domains(
 
 def check_scenarios(
     config: Config, domains: Mapping[str, Domain], tasks: Mapping[str, Sequence[Task]]
-) -> list[str]:
-    """Return a note for each domain whose scenarios have no effect.
+) -> tuple[list[str], list[str]]:
+    """Return the domains whose customers a language model plays, and notes on idle scenarios.
 
     Raises UserError if the customers are to be a language model, and no task has a scenario.
     """
     url = config.customer.url
     if url is None:
         idle = [name for name in domains if _scenario_text(tasks[name][0])]
-        return [f"{name}: scenario has no effect without customer_url" for name in idle]
-    if not served_domains(config, domains, tasks):
+        return [], [f"{name}: scenario has no effect without customer_url" for name in idle]
+    if not (served := served_domains(config, domains, tasks)):
         hint = "give τ²-bench's domains (tau2), or tasks with the column scenario"
         names = ",".join(domains)
         raise UserError(f"customer_url: got {url}, but no task of {names} has a scenario; {hint}")
-    return []
+    return served, []
 
 
 def _scenario_text(task: Task) -> str:
@@ -253,33 +253,24 @@ class Customers:
 def customers_of(
     config: Config,
     folder: Path,
-    domains: Mapping[str, Domain],
-    tasks: Mapping[str, Sequence[Task]],
+    served: Sequence[str],
     ranks: "Ranks",
 ) -> Customers | None:
-    """Return the customers of a run on this rank, or None if no language model plays any."""
-    if not (names := served_domains(config, domains, tasks)):
+    """Return the customers of the domains `served` on this rank, or None if there are none."""
+    if not served:
         return None
     timeout = config.rollout.call_timeout
     model = LanguageModel("customer", config.customer, timeout, folder, ranks)
-    return Customers(model, names)
+    return Customers(model, served)
 
 
-def judge_of(
-    config: Config,
-    folder: Path,
-    domains: Mapping[str, Domain],
-    ranks: "Ranks",
-    rewards: Any = None,
-) -> LanguageModel | None:
-    """Return the judge of a run if anybody asks one, or None.
+def judge_of(config: Config, folder: Path, ranks: "Ranks") -> LanguageModel | None:
+    """Return the judge of a run, or None. With a `judge_url`, `check_rewards` found who asks.
 
     Those who ask are environments with `has_judge`, with `await self.judge(messages, seed=...)`,
-    and the reward functions `rewards`, with their argument `judge`.
+    and reward functions, with their argument `judge`.
     """
-    asks = any(domain.asks_judge for domain in domains.values())
-    asks = asks or (rewards is not None and rewards.asks_judge)
-    if not asks or config.judge.url is None:
+    if config.judge.url is None:
         return None
     return LanguageModel("judge", config.judge, config.rollout.call_timeout, folder, ranks)
 

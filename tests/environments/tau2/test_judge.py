@@ -46,7 +46,7 @@ def play(path, folder, url, script, task_id="0"):
     """Play a task of retail whose reward basis is DB and NL_ASSERTION."""
     config = config_of(path, url)
     domain = load_domains(config)["retail"]
-    judge = judge_of(config, folder, {"retail": domain}, ALONE)
+    judge = judge_of(config, folder, ALONE)
     sampler = ScriptedSampler({9: script})
     environments = {"retail": domain.environment}
     rollout = rollout_of(sampler, chat(), environments, LIMITS, judge=judge.ask)
