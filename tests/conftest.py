@@ -10,6 +10,7 @@ from multiprocessing import forkserver
 import psutil
 import pytest
 
+from tests.support import ROOT
 from tests.support.shared_run import SharedRun, made_once
 
 gc.disable()  # what is imported while tests are collected stays
@@ -22,9 +23,18 @@ os.environ["HYPOTHESIS_NO_PLUGINS"] = "1"  # those of others, which import what 
 PR_SET_CHILD_SUBREAPER = 36
 
 
+# Folders of whole runs and of whole scripts; `bash scripts/test.sh` plays the promises alone.
+LONG = {ROOT / "tests" / name for name in ("end_to_end", "gpu", "scripts")}
+PROMISES = ROOT / "tests" / "end_to_end" / "test_promises.py"
+
+
+@pytest.hookimpl(tryfirst=True)  # before the tests are chosen by their markers
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Files of whole runs go first: a process of tests that gets one last works on alone."""
-    items.sort(key=lambda item: item.get_closest_marker("whole_run") is None)
+    for item in items:
+        if item.path.parent in LONG and item.path != PROMISES:
+            item.add_marker("whole_run")
+    items.sort(key=lambda i: i.path != PROMISES and i.get_closest_marker("whole_run") is None)
 
 
 def pytest_collection_finish() -> None:

@@ -156,6 +156,7 @@ def hashes_after(num_ranks, shard, *updates) -> list[str]:
     return first
 
 
+@pytest.mark.whole_run
 def test_sharded_or_not_on_any_ranks_training_goes_on_bit_by_bit(tmp_path):
     sharded, whole = tmp_path / "sharded", tmp_path / "whole"
     (halfway,) = hashes_after(2, "optimizer", (sharded, False))

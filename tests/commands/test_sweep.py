@@ -7,7 +7,6 @@ import yaml
 
 from pipeline.commands import sweep
 from pipeline.commands.main import main
-from tests.support.warm_process import warm_subprocess
 
 pytestmark = pytest.mark.whole_run
 
@@ -77,9 +76,8 @@ def test_what_would_run_something_else_is_refused(words, message, capsys, monkey
 
 @pytest.fixture
 def run_sweep(tmp_path, monkeypatch, capsys):
-    """The command in this process, its runs in processes that have imported the pipeline."""
+    """The command in this process, its runs in processes of their own."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sweep, "subprocess", warm_subprocess())
     monkeypatch.setattr(sweep.signal, "signal", lambda *_: None)
     monkeypatch.setattr("pipeline.report.plots.pictures.OF_RUN", {})
 
@@ -92,36 +90,29 @@ def run_sweep(tmp_path, monkeypatch, capsys):
     return run
 
 
-def test_a_sweep_runs_its_grid_and_a_reference_from_one_warm_start(tmp_path, run_sweep):
-    words = ["--grid", "replay=0.5", "--output-dir", "sweep", "--"]
-    words += [*TINY, "--max-steps", "2"]
-    done = run_sweep(*words)
-    names = ["replay=0.5-seed-1", "mixed-seed-1"]
-    said = [f"{name}: done" for name in ["warm-starts/seed-1", *names]]
-    assert done.out.splitlines()[:3] == said
+def test_a_sweep_runs_its_grid_from_one_warm_start_and_names_what_fails(tmp_path, run_sweep):
+    # so many tasks are not generated, which a run finds out when it makes them
+    grid = ["--output-dir", "sweep", "--grid", "curriculum=mixed"]
+    flags = ["--", *TINY, "--max-steps", "2"]
+    good, bad = (f"mixed-validation_tasks={number}-seed-1" for number in (2, 100001))
+    done = run_sweep(*grid, "validation_tasks=2,100001", *flags, code=1).out
+    assert done.splitlines()[:2] == ["warm-starts/seed-1: done", f"{good}: done"]
+    assert f"{bad}: failed with exit code 2, see " in done
     model = tmp_path / "sweep" / "warm-starts" / "seed-1" / "checkpoints" / "warm-start"
     assert (model / "model.safetensors").is_file()
-    for name in names:
-        config = yaml.safe_load((tmp_path / "sweep" / name / "config.yaml").read_text())
-        assert config["model"]["model"] == str(model)
-        assert config["warm_start"]["steps"] == 0
-        found = json.loads((tmp_path / "sweep" / name / "results.json").read_text())
-        assert found["evaluations"][0]["after"] == "start"
-    before = {path: path.stat().st_mtime_ns for path in tmp_path.glob("sweep/*/metrics.jsonl")}
-    again = run_sweep(*words)
-    assert len(before) == 2
-    assert {path: path.stat().st_mtime_ns for path in before} == before
-    assert ": done" not in again.out
-    other = run_sweep(*words, "--replay", "0.2", code=1)
-    assert "seed-1: done before, with other flags; give another --output-dir" in other.out
-    (tmp_path / "sweep" / "mixed-seed-1.done.json").write_bytes(b"{\xff")  # damaged
-    assert "mixed-seed-1: done before, with other flags" in run_sweep(*words, code=1).out
+    config = yaml.safe_load((tmp_path / "sweep" / good / "config.yaml").read_text())
+    assert config["model"]["model"] == str(model)
+    assert config["warm_start"]["steps"] == 0
+    found = json.loads((tmp_path / "sweep" / good / "results.json").read_text())
+    assert found["evaluations"][0]["after"] == "start"
 
-
-def test_a_run_that_fails_is_named_and_the_others_are_compared(tmp_path, run_sweep):
-    # so many tasks are not generated, which a run finds out when it makes them
-    words = ["--grid", "curriculum=mixed", "validation_tasks=2,100001"]
-    words += ["--output-dir", "sweep", "--", *TINY]
-    done = run_sweep(*words, "--warm-start-steps", "0", "--max-steps", "2", code=1)
-    assert "mixed-validation_tasks=100001-seed-1: failed with exit code 2, see " in done.out
-    assert "mixed-validation_tasks=2-seed-1: done" in done.out
+    # What is finished is not run again, nor with other flags.
+    grid.append("validation_tasks=2")
+    metrics = tmp_path / "sweep" / good / "metrics.jsonl"
+    before = metrics.stat().st_mtime_ns
+    assert ": done" not in run_sweep(*grid, *flags).out
+    assert metrics.stat().st_mtime_ns == before
+    other = run_sweep(*grid, *flags, "--replay", "0.2", code=1).out
+    assert "seed-1: done before, with other flags; give another --output-dir" in other
+    (tmp_path / "sweep" / f"{good}.done.json").write_bytes(b"{\xff")  # damaged
+    assert f"{good}: done before, with other flags" in run_sweep(*grid, *flags, code=1).out

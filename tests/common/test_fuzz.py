@@ -33,6 +33,8 @@ from pipeline.models.chat.text import Parsed, parse_hermes, steady
 from pipeline.models.tiny import RESPONSE_TEMPLATE
 from tests.support.helpers import chat, embedded, tokenizer
 
+pytestmark = pytest.mark.whole_run
+
 _home = TemporaryDirectory(prefix="hypothesis-")  # what it writes goes with it
 set_hypothesis_home_dir(_home.name)
 settings.register_profile(

@@ -33,6 +33,8 @@ from scripts.proofs.runs import play_run
 from tests.support.coin import COIN, warm_started
 from tests.support.helpers import tokenizer
 
+pytestmark = pytest.mark.whole_run
+
 FEW = [
     Cell(num_ranks=2, shard="full", layout="shared", count=4, recomputes=True),
     Cell(num_ranks=2, shard="full", layout="balanced", count=4, reshards=False),

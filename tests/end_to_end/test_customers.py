@@ -3,13 +3,9 @@
 import gzip
 import json
 
-import pytest
-
 from tests.support import warm
 from tests.support.endpoint import serving
 from tests.support.tau2_miniature import write
-
-pytestmark = pytest.mark.whole_run
 
 FEW = [
     *("--report-to", "none", "--output-dir", "out", "--max-steps", "2", "--eval-trials", "1"),

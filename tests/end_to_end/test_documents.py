@@ -26,9 +26,6 @@ from pipeline.config.cli import parse
 from scripts import settings_page
 from tests.support import ROOT
 from tests.support.warm import play
-from tests.support.warm_process import warm_subprocess
-
-pytestmark = pytest.mark.whole_run
 
 README = ROOT / "README.md"
 CHINESE = [ROOT / "README.zh.md", *sorted(ROOT.glob("docs/zh/*.md"))]
@@ -301,7 +298,6 @@ def test_the_commands_of_a_page_run_with_few_steps(
     page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sweep, "subprocess", warm_subprocess())
     monkeypatch.setattr(sweep.signal, "signal", lambda *_: None)
     monkeypatch.setattr("pipeline.report.plots.pictures.OF_RUN", {})
     monkeypatch.setattr("sys.stdin", io.StringIO("hello\n"))  # for a chat; then the input ends

@@ -14,8 +14,6 @@ import pytest
 from tests.support import ROOT
 from tests.support.messages import says
 
-pytestmark = pytest.mark.whole_run
-
 ROWS = "".join(f'{{"prompt": "{n} + 1 =", "answer": "{n + 1}"}}\n' for n in range(12))
 FLAGS = [
     *("--domains", "sums", "--tasks", "{sums: sums.jsonl}", "--reward-funcs", "forks:graded"),

@@ -13,8 +13,6 @@ from tests.support import ROOT
 from tests.support.messages import says
 from tests.support.warm import play
 
-pytestmark = pytest.mark.whole_run
-
 SHORT = [
     *("--domains", "cloakroom", "--output-dir", "out", "--report-to", "none", "--max-steps", "2"),
     *("--warm-start-steps", "3", "--warm-start-batch-size", "4", "--tasks-per-domain", "6"),

@@ -15,8 +15,6 @@ from scripts.proofs.grid import (
 from scripts.proofs.runs import Played, play_run
 from tests.support.coin import COIN, warm_started
 
-pytestmark = pytest.mark.whole_run
-
 # The update
 
 GRID = [

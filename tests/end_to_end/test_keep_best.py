@@ -3,8 +3,6 @@
 import json
 import shutil
 
-import pytest
-
 from pipeline.checkpoints.checkpoint import Checkpointer, TrainState
 from pipeline.checkpoints.run_folder import read_state
 from pipeline.checkpoints.trained import open_checkpoint
@@ -16,8 +14,6 @@ from pipeline.run_state import open_run
 from scripts.proofs.ranks import play_ranks
 from tests.support import SMALL_RUN, warm
 from tests.support.messages import refusal, says
-
-pytestmark = pytest.mark.whole_run
 
 MODEL = SMALL_RUN / "checkpoints" / "step-000001"
 REWARDS = '''

@@ -2,14 +2,10 @@
 
 from pathlib import Path
 
-import pytest
-
 from scripts.bench.common import results_of
 from scripts.proofs.learning import figures
 from scripts.proofs.runs import play_run
 from tests.support.coin import COIN, warm_started
-
-pytestmark = pytest.mark.whole_run
 
 
 def test_grpo_raises_success_on_held_out_tasks_of_one_decision(tmp_path: Path) -> None:

@@ -16,8 +16,6 @@ from pipeline.models.tiny import CHAT_TEMPLATE, tiny_model, tiny_tokenizer
 from scripts.proofs.ranks import play_ranks
 from scripts.proofs.runs import without_report
 
-pytestmark = pytest.mark.whole_run
-
 # In the style of models that were tuned to chat before tools were common.
 WITHOUT_TOOLS = """
 {%- for message in messages %}

@@ -13,8 +13,6 @@ from tests.support.helpers import tokenizer
 from tests.support.messages import says
 from tests.support.warm import play
 
-pytestmark = pytest.mark.whole_run
-
 ROWS = [{"prompt": f"{a} + 1 =", "answer": str(a + 1)} for a in range(20)]
 REWARD = """
 from pathlib import Path

@@ -6,13 +6,9 @@ from pathlib import Path
 import pytest
 
 from pipeline.run import main
-from scripts.bench import common
 from scripts.proofs import own_domains
 from scripts.proofs.own_domains import EXAMPLES, commands_of, judge
 from tests.support.warm import episodes
-from tests.support.warm_process import warm_subprocess
-
-pytestmark = pytest.mark.whole_run
 
 SHORT = [
     *("--warm-start-steps", "4", "--warm-start-batch-size", "4", "--warm-start-warmup-steps"),
@@ -36,10 +32,8 @@ def test_examples_are_trained_by_the_commands_of_their_docstrings(
     examples: list[str],
     ranks: str,
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(common, "subprocess", warm_subprocess())
     flags = ["--seeds", "1", "--examples", *examples, "--output-dir", str(tmp_path)]
     code = own_domains.main([*flags, "--", *SHORT, "--num-gpus", ranks])
     said = capsys.readouterr()

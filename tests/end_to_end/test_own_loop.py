@@ -13,8 +13,6 @@ from tests.end_to_end.test_own_rewards import run
 from tests.support import ROOT
 from tests.support.warm import episodes, jsonl
 
-pytestmark = pytest.mark.whole_run
-
 FLAGS = [
     *("--domains", "sums", "--environments", "{sums: examples.plan_and_act:play}"),
     *("--tasks", f"{{sums: {ROOT / 'examples' / 'one_digit_sums.jsonl'}}}"),

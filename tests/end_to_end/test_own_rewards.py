@@ -22,8 +22,6 @@ from tests.support import ROOT
 from tests.support.endpoint import serving
 from tests.support.warm import episodes
 
-pytestmark = pytest.mark.whole_run
-
 PAGE = (ROOT / "docs" / "environments.md").read_text(encoding="utf-8")
 SECTION = PAGE.split("## A dataset and a reward function")[1]
 JUDGED = PAGE.split("## A language model as the judge")[1]

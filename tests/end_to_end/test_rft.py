@@ -5,8 +5,6 @@ import json
 import shutil
 from pathlib import Path
 
-import pytest
-
 from pipeline.config.settings import Config
 from pipeline.report.run_files import transcripts_in
 from pipeline.rollout.trajectory import StopReason, Trajectory
@@ -21,8 +19,6 @@ from pipeline.training.sft import IGNORED, Schedule
 from tests.support import SMALL_RUN
 from tests.support.messages import says
 from tests.support.warm import jsonl, play
-
-pytestmark = pytest.mark.whole_run
 
 MODEL = SMALL_RUN / "checkpoints" / "step-000001"
 

@@ -16,7 +16,7 @@ from tests.support.installed import environment
 from tests.support.messages import says
 from tests.support.warm import jsonl, metrics, play, results, wait_for
 
-pytestmark = [pytest.mark.whole_run, pytest.mark.usefixtures("no_stray_processes")]
+pytestmark = pytest.mark.usefixtures("no_stray_processes")
 CONFIGS = ROOT / "accelerate_configs"
 FLAGS = [
     *("--domains", "airline,retail", "--tasks-per-step", "2", "--num-generations", "2"),

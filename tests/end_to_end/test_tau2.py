@@ -4,6 +4,7 @@ import gzip
 import json
 import os
 import re
+import subprocess
 import sys
 from pathlib import Path
 from statistics import fmean
@@ -17,9 +18,6 @@ from tests.support.endpoint import agent_of, seed_of, serving
 from tests.support.helpers import call, say
 from tests.support.tau2_miniature import write
 from tests.support.warm import results as results_of
-from tests.support.warm_process import WarmRun
-
-pytestmark = pytest.mark.whole_run
 
 TAU2_PATH = os.environ.get("TAU2_PATH")
 SOURCE = "tau2-bench" if TAU2_PATH else "miniature"
@@ -49,10 +47,12 @@ def gold(checkout):
 
 def said_by(folder, script, *arguments, code=0):
     """What a script prints in a process of its own; a process imports one checkout only."""
-    with (folder / "said").open("w") as log:
-        command = [sys.executable, str(ROOT / "pipeline" / script), *map(str, arguments)]
-        assert WarmRun(command, stdout=log, stderr=log).wait(timeout=100) == code
-    return (folder / "said").read_text()
+    command = [sys.executable, ROOT / "pipeline" / script, *map(str, arguments)]
+    done = subprocess.run(
+        command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    assert done.returncode == code, done.stdout
+    return done.stdout
 
 
 def test_the_three_domains_run_in_sequence_beside_an_agent(checkout, tmp_path):

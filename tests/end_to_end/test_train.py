@@ -9,34 +9,11 @@ import yaml
 
 from pipeline.common.errors import RunError
 from pipeline.config.settings import Config
-from pipeline.distributed.ranks import Ranks
 from pipeline.models import memory
 from pipeline.models.memory import Memory
 from pipeline.run_state import Run, open_run
-from pipeline.training.collect import RolloutBatch, Sample, give_advantages
-from scripts.proofs.grid import make_trajectory
 from tests.support.shared_run import SMALL
 from tests.support.warm import metrics, play, results
-
-pytestmark = pytest.mark.whole_run
-
-
-def test_advantages_of_a_domain_are_scaled() -> None:
-    config = Config.model_validate(
-        {
-            "grpo": {"domain_advantage_scale": {"retail": 3}, "scale_rewards": "none"},
-            "rollout": {"num_generations": 2},
-        }
-    )
-    domains = ["airline", "airline", "retail", "retail", "retail", "retail"]
-    rewards = [1.0, 0.0, 1.0, 0.0, 1.0, 1.0]
-    played = [make_trajectory(domain=d, reward=r) for d, r in zip(domains, rewards, strict=True)]
-    samples = [Sample(trajectory=t, index=i, kept=True) for i, t in enumerate(played)]
-    batch = RolloutBatch(samples=samples, num_first=6, rounds=[3])
-    give_advantages(batch, Ranks(0, 1, 5), config, 0)
-    assert [sample.advantage for sample in samples] == [0.5, -0.5, 1.5, -1.5, 0.0, 0.0]
-    assert [sample.kept for sample in samples] == [True, True, True, True, False, False]
-
 
 DESK = """
 from dataclasses import replace

@@ -11,10 +11,7 @@ import pytest
 from tests.support import ROOT
 from tests.support.warm import metrics
 
-pytestmark = [
-    pytest.mark.whole_run,
-    pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed"),
-]
+pytestmark = pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")
 FLAGS = [
     *("--domains", "airline", "--tasks-per-domain", "8", "--tasks-per-step", "2"),
     *("--num-generations", "2", "--max-turns", "5", "--max-tokens-per-turn", "12"),

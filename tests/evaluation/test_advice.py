@@ -329,6 +329,7 @@ def test_a_domain_whose_success_falls_while_it_is_trained_is_named_once():
     assert [*fallen_domains(elsewhere, stage, settings)] == []  # not a domain of this stage
 
 
+@pytest.mark.whole_run
 def test_a_run_may_end_at_a_dead_domain_with_a_checkpoint(tmp_path: Path):
     folder = tmp_path / "out"
     flags = [*COIN, "--warm-start-steps", "0", "--max-steps", "3", "--save-steps", "0"]

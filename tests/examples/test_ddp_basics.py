@@ -11,6 +11,8 @@ from examples import ddp_basics
 from pipeline.distributed.ranks import Ranks
 from scripts.proofs.ranks import play_ranks
 
+pytestmark = pytest.mark.whole_run
+
 
 def played(*faults):
     """The example on this rank, with a fault in each of some claims: exit code and what it says."""

@@ -23,6 +23,8 @@ from tests.support import ROOT
 from tests.support.helpers import tokenizer
 from tests.support.messages import refusal, says
 
+pytestmark = pytest.mark.whole_run
+
 RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
 QWEN = "qwen3_4b_8gpu"
 # Recipes with `tau2` need a checkout: tests/end_to_end/test_tau2.py runs them. `mixed` is checked

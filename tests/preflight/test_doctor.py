@@ -29,6 +29,8 @@ from pipeline.preflight.doctor import (
 from scripts.proofs.ranks import play_ranks
 from tests.support.warm import play
 
+pytestmark = pytest.mark.whole_run
+
 ROWS = (*("connection", "devices", "versions", "all-reduce", "folder"),)
 
 

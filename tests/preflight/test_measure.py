@@ -10,6 +10,8 @@ from pipeline.config.cli import parse
 from pipeline.preflight import check, measure
 from tests.support.messages import says
 
+pytestmark = pytest.mark.whole_run
+
 TINY = ["--domains", "airline", "--num-generations", "4", "--max-tokens", "96"]
 PEAK = r"  peak of its (rollout|update) +(\d+\.\d\d)   in \d+\.\d s"
 

@@ -13,6 +13,8 @@ from pipeline.report.plots.drawing import shown
 from pipeline.report.write import main, render, rich
 from tests.support.report_runs import THREE, edited, make_run, matplotlib_home  # noqa: F401
 
+pytestmark = pytest.mark.whole_run
+
 
 @pytest.fixture(scope="module")
 def sweep(tmp_path_factory):

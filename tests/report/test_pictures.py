@@ -27,6 +27,8 @@ from tests.support.report_runs import (  # noqa: F401
     pay_any_rewards,
 )
 
+pytestmark = pytest.mark.whole_run
+
 
 def draw(folder: Path, *names: str) -> None:
     """These pictures, or all."""

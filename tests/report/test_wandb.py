@@ -29,7 +29,6 @@ from scripts import wandb_dashboard, wandb_sync
 from scripts.proofs.grid import make_trajectory
 from tests.support import ROOT
 from tests.support.wandb_file import history_of
-from tests.support.warm_process import WarmRun
 
 START = {"kind": "eval", "stage": "start", "after": "start", "step": 0, "eval/retail/success": 0.0}
 AFTER = {**START, "stage": "airline", "after": "airline", "step": 2, "eval/retail/success": 0.5}
@@ -250,15 +249,13 @@ log.close()
 """
 
 
+@pytest.mark.whole_run
 def test_the_server_has_each_line_once_though_a_run_was_killed(tmp_path, server):
     def start(last: int, save_at: int, die: bool) -> None:
         numbers = [str(int(number)) for number in (last, save_at, die)]
-        command = [sys.executable, str(script), str(tmp_path), *numbers]
-        process = WarmRun(command, cwd=ROOT, stderr=subprocess.DEVNULL)
-        assert process.wait(120) == (-9 if die else 0)
-
-    script = tmp_path / "killed.py"
-    script.write_text(KILLED)
+        command = [sys.executable, "-c", KILLED, tmp_path, *numbers]
+        done = subprocess.run(command, cwd=ROOT, stderr=subprocess.DEVNULL)
+        assert done.returncode == (-9 if die else 0)
 
     start(last=60, save_at=20, die=True)
     start(last=70, save_at=0, die=False)
@@ -287,14 +284,13 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
+@pytest.mark.whole_run
 def test_a_killed_runs_offline_folder_has_the_tables_of_the_steps_before(tmp_path, machine):
     machine.setenv("WANDB_MODE", "offline")
     for step in (10, 20):
         transcript(tmp_path, "airline", step, 3, advantage=step / 32)
-    script = tmp_path / "killed.py"
-    script.write_text(TABLES)
-    command = [sys.executable, str(script), str(tmp_path)]
-    assert WarmRun(command, cwd=ROOT, stderr=subprocess.DEVNULL).wait(120) == -9
+    command = [sys.executable, "-c", TABLES, tmp_path]
+    assert subprocess.run(command, cwd=ROOT, stderr=subprocess.DEVNULL).returncode == -9
     (path,) = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
     rows = history_of(path)
     assert [row["step"] for row in rows] == list(range(1, 22))  # the last is not yet a whole row

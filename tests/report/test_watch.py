@@ -39,6 +39,8 @@ from tests.support.report_runs import (  # noqa: F401
     write_step,
 )
 
+pytestmark = pytest.mark.whole_run
+
 EVIL = "</script><script>window.stolen = 1</script><img src=x onerror='window.stolen = 2'>"
 
 

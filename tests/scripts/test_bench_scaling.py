@@ -5,7 +5,6 @@ import json
 import pytest
 
 from tests.support import ROOT
-from tests.support.warm_process import warm_subprocess
 
 pytestmark = pytest.mark.proof
 
@@ -13,11 +12,9 @@ BENCH = ROOT / "scripts" / "bench"
 
 
 def test_connected_ranks_do_the_work_of_runs_apart_and_exchange_their_gradients(
-    tmp_path, scaling, monkeypatch, capsys
+    tmp_path, scaling, capsys
 ):
-    import turns
 
-    monkeypatch.setattr(turns, "subprocess", warm_subprocess())
     small = ["--ranks", "2", "--repeats", "1", "--block", "1", "--model", "tiny"]
     small += ["--tasks-per-rank", "2", "--tasks-per-step", "4"]
     small += ["--num-generations", "2", "--json", str(tmp_path / "figures.json")]

@@ -7,7 +7,6 @@ import pytest
 from pipeline.models.tiny import tiny_model
 from tests.support import ROOT
 from tests.support.helpers import tokenizer
-from tests.support.warm_process import warm_subprocess
 
 pytestmark = pytest.mark.proof
 
@@ -19,10 +18,8 @@ def test_both_sides_run_and_do_the_same_work_and_every_quantity_is_written(tmp_p
     tiny_model(tokenizer(), 0).save_pretrained(tmp_path / "model")
     tokenizer().save_pretrained(tmp_path / "model")
     monkeypatch.syspath_prepend(BENCH)
-    import turns
     import vs_trl
 
-    monkeypatch.setattr(turns, "subprocess", warm_subprocess())
     flags = [
         *("--ranks", "1", "--steps", "1", "--tasks-per-step", "2", "--num-generations", "2"),
         *("--model", str(tmp_path / "model"), "--json", str(tmp_path / "found.json")),

@@ -13,7 +13,6 @@ from pipeline.common.errors import UserError
 from pipeline.config.cli import parse
 from scripts import optuna_study
 from tests.support import ROOT
-from tests.support.warm_process import warm_subprocess
 
 SWEEP = yaml.safe_load((ROOT / "scripts" / "wandb_sweep.yaml").read_text(encoding="utf-8"))
 TINY = [
@@ -203,7 +202,6 @@ def interrupt(*_: Any) -> None:
 def test_a_study_of_real_runs_finds_the_best(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
-    monkeypatch.setattr(optuna_study, "subprocess", warm_subprocess())
     monkeypatch.setattr(optuna_study.signal, "signal", lambda *_: None)
     words = ["--search", "learning_rate=1e-4..1e-3:log", "num_generations=2,3", "--trials", "1"]
     code = optuna_study.main([*words, "--output-dir", str(tmp_path), "--", *TINY])

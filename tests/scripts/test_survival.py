@@ -10,9 +10,7 @@ from typing import Any
 
 import pytest
 
-from scripts.bench import common
 from scripts.proofs import chaos, faults
-from tests.support.warm_process import warm_subprocess
 
 SMALL = [  # groups live whatever the untrained model says, and what it says is short
     *("--domains", "airline", "--tasks-per-step", "2", "--num-generations", "2"),
@@ -24,12 +22,9 @@ pytestmark = [pytest.mark.proof, pytest.mark.usefixtures("no_stray_processes")]
 
 
 def run(script: Any, *flags: str, folder: Path) -> dict[str, float]:
-    """The script in this process, its runs in processes that have imported the pipeline."""
+    """Run the script in this process, and return its figures."""
     figures = folder / "figures.json"
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(common, "subprocess", warm_subprocess())
-        patched.setattr(faults, "subprocess", warm_subprocess())
-        assert script.main(["--json", str(figures), *flags]) == 0
+    assert script.main(["--json", str(figures), *flags]) == 0
     found: dict[str, float] = json.loads(figures.read_text())["figures"]
     return found
 

@@ -7,7 +7,6 @@ import pytest
 from pipeline.commands import sweep
 from pipeline.config.cli import parse
 from scripts.proofs import transfer
-from tests.support.warm_process import warm_subprocess
 
 TINY = "--max-steps 3 --eval-tasks-per-domain 2 --tasks-per-step 3 --validation-steps 0 "
 TINY += "--warm-start-steps 1 --warm-start-batch-size 3 --max-turns 5 --max-tokens-per-turn 12 "
@@ -15,8 +14,7 @@ TINY += "--tasks-per-domain 4 --num-generations 2"
 
 
 @pytest.mark.proof
-def test_the_benchmark_compares_a_remedy_and_mixed_training(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(sweep, "subprocess", warm_subprocess())
+def test_the_benchmark_compares_a_remedy_and_mixed_training(tmp_path, capsys):
     flags = ["--quick", "--seeds", "1", "--rows", "0", "5", "7"]
     flags += ["--output-dir", str(tmp_path / "out"), "--json", str(tmp_path / "figures.json")]
     code = transfer.main([*flags, "--", *TINY.split()])

@@ -3,7 +3,11 @@
 import pytest
 import torch
 
+from pipeline.config.settings import Config
+from pipeline.distributed.ranks import Ranks
+from pipeline.training.collect import RolloutBatch, Sample, give_advantages
 from pipeline.training.grpo import group_advantages, in_baseline, zero_std_groups
+from scripts.proofs.grid import make_trajectory
 
 REWARDS = torch.tensor([1.0, 0.0, 0.0, 1.0, 3.0, 1.0, 1.0, 1.0])  # two groups of four
 
@@ -61,3 +65,20 @@ def test_advantages_do_not_depend_on_the_rewards_size_where_there_is_one(scale):
     rewards = torch.tensor([-3.5, 0.0, 7.2, 7.2], dtype=torch.float64) * scale
     expected = [-1.165, -0.512, 0.838, 0.838] if scale > 1 else [-6.2e-5, -2.7e-5, 4.5e-5, 4.5e-5]
     assert values(rewards, 4) == pytest.approx(expected, rel=0.02)
+
+
+def test_advantages_of_a_domain_are_scaled() -> None:
+    config = Config.model_validate(
+        {
+            "grpo": {"domain_advantage_scale": {"retail": 3}, "scale_rewards": "none"},
+            "rollout": {"num_generations": 2},
+        }
+    )
+    domains = ["airline", "airline", "retail", "retail", "retail", "retail"]
+    rewards = [1.0, 0.0, 1.0, 0.0, 1.0, 1.0]
+    played = [make_trajectory(domain=d, reward=r) for d, r in zip(domains, rewards, strict=True)]
+    samples = [Sample(trajectory=t, index=i, kept=True) for i, t in enumerate(played)]
+    batch = RolloutBatch(samples=samples, num_first=6, rounds=[3])
+    give_advantages(batch, Ranks(0, 1, 5), config, 0)
+    assert [sample.advantage for sample in samples] == [0.5, -0.5, 1.5, -1.5, 0.0, 0.0]
+    assert [sample.kept for sample in samples] == [True, True, True, True, False, False]

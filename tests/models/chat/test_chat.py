@@ -104,6 +104,7 @@ GREEDY = [
 ]
 
 
+@pytest.mark.whole_run
 @pytest.mark.parametrize(("start", "said"), [row[1:] for row in GREEDY], ids=[r[0] for r in GREEDY])
 def test_a_template_that_takes_too_much_is_refused_before_it_is_rendered_here(
     start, said, monkeypatch

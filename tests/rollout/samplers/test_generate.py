@@ -347,6 +347,7 @@ def run_on_this_rank(argv):
     return sys.stderr.getvalue()
 
 
+@pytest.mark.whole_run
 def test_a_whole_run_of_a_model_with_sliding_windows(tmp_path):
     """Two real ranks: sampling, an update, evaluations; and one warning."""
     flags = [
