@@ -33,7 +33,7 @@ class Sharded:
         self.root: Any = _Root(model)
         self.reshards = reshards
         self.is_held = False
-        self.num_exchanges = 0
+        self.num_exchanges = 0  # since the pass began
         self.num_left_out = 0  # of the next exchanges, those that this rank has done before
 
     def modules(self) -> list[Any]:
@@ -164,23 +164,17 @@ def add_up(sharded: Sharded | None, compute: Callable[[], object]) -> None:
         compute()
 
 
-def num_exchanges(sharded: Sharded | None) -> int:
-    """Return the exchanges that a model has done in passes; 0 if it is not sharded."""
-    return 0 if sharded is None else sharded.num_exchanges
-
-
-def leave_pass(sharded: Sharded | None, num_before: int, compute: Callable[[], object]) -> None:
+def leave_pass(sharded: Sharded | None, compute: Callable[[], object]) -> None:
     """Leave a pass that an exception has ended; the gradients on all ranks are then useless.
 
     Where other ranks wait inside the pass, go through the rest of it with `compute`, a small pass:
-    it leaves out the exchanges that the failed pass has done, those since `num_before`
-    (`num_exchanges` at the beginning of the pass). See `start_over`.
+    it leaves out the exchanges that the failed pass has done. See `start_over`.
     """
     if sharded is None:
         return
     sharded.root.reset_iter_state()
     if not sharded.is_held:
-        sharded.num_left_out = sharded.num_exchanges - num_before
+        sharded.num_left_out = sharded.num_exchanges
         compute()
 
 

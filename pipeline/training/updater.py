@@ -23,7 +23,6 @@ from pipeline.distributed.sharding import (
     exchanged,
     held,
     leave_pass,
-    num_exchanges,
     passes_together,
     start_over,
     whole,
@@ -345,7 +344,6 @@ class Updater:
         """
         found = list[Result]()
         for batch, counts in self.passes(batches):
-            num_before = num_exchanges(self.sharded)
             is_small = self._smaller_budget is not None or not counts
             try:
                 if is_small:
@@ -362,7 +360,7 @@ class Updater:
                 continue
             # Inside `except`, less memory could be freed: the exception keeps activations alive.
             rank_memory.give_memory_back()
-            leave_pass(self.sharded, num_before, partial(compute, self._nothing, None))
+            leave_pass(self.sharded, partial(compute, self._nothing, None))
             if not passes_together(self.sharded):
                 break
         return found
@@ -383,6 +381,8 @@ class Updater:
         together = passes_together(self.sharded)
         count = int(self.ranks.max(len(batches))) if together else len(batches)
         for index in range(count):
+            if self.sharded is not None:
+                self.sharded.num_exchanges = 0
             yield (batches[index], True) if index < len(batches) else (self._nothing, False)
 
     def _backward_one(
