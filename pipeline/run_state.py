@@ -72,7 +72,6 @@ class Run:
     """
 
     config: Config
-    learning_rate: float  # the peak
     parts: Prepared  # domains, tasks, stages, tokenizer
     folder: Path
 
@@ -250,7 +249,6 @@ def open_run(
     log, checkpointer = open_files(origin, config, ranks, watchdog)
     run = Run(
         config=config,
-        learning_rate=config.peak_learning_rate,
         parts=origin.parts,
         folder=origin.folder,
         accelerator=accelerator,

@@ -234,7 +234,8 @@ def update(run: Run, stage: Stage, batch: RolloutBatch) -> dict[str, float]:
     step = run.state.step
     settings = run.config.grpo
     done = step - stage.first_step
-    learning_rate = learning_rate_at(done, stage.num_steps, run.learning_rate, settings)
+    peak = run.config.peak_learning_rate
+    learning_rate = learning_rate_at(done, stage.num_steps, peak, settings)
     with run.ranks.phase("update", stage.name, step + 1):
         run.learner.sampling.sampler.rest()
         found = [
