@@ -31,7 +31,7 @@ from pipeline.config import environment_variables
 # Seconds that a rank waits before it prints an error that another rank may have printed. If the
 # other rank has ended, the launcher ends the waiting rank, so that only one rank prints.
 SILENT_S = 5.0
-END_S = 2.0  # from SIGTERM to SIGKILL, for processes that code of the user's has left
+END_S = 2.0  # from SIGTERM to SIGKILL, for processes that user code has left
 LAUNCHER = os.getppid()
 
 
@@ -226,7 +226,7 @@ def leave(code: int) -> NoReturn:
 
 
 def _end_children() -> None:
-    """End the processes that code of the user's has left, except one that ends by itself."""
+    """End the processes that user code has left, except one that ends by itself."""
     import psutil
 
     left = []

@@ -138,7 +138,7 @@ class Run:
         raise UserError(why)
 
     def note_modules(self) -> None:
-        """Add modules of the user's that were first imported in an episode to `made_of`.
+        """Add the user's modules that were first imported in an episode to `made_of`.
 
         Raises UserError if they differ between the ranks.
         """

@@ -145,10 +145,10 @@ def hashes_with_model(
 
 
 def hashes_of_late_modules(names: Sequence[str]) -> dict[str, str]:
-    """Return the hashes of modules of the user's that a run first imported in an episode."""
+    """Return the hashes of the user's modules that a run first imported in an episode."""
     hashes = dict[str, str]()
     for name in (name for name in names if name.removeprefix(MODULE) not in STARTED):
-        with suppress(Exception):  # whatever a package of the user's raises, as its import will
+        with suppress(Exception):  # whatever a user's package raises, as its import will
             spec = find_spec(name.removeprefix(MODULE))
             if spec is not None and spec.origin is not None and os.path.isfile(spec.origin):
                 hashes[name] = hash_of(Path(spec.origin))

@@ -1,4 +1,4 @@
-"""Child processes of a rank: those that code of the user's forks, and rehearsals.
+"""Child processes of a rank: those that user code forks, and rehearsals.
 
 Graders of code and mathematics fork. A child has copies of the rank's signal handlers and pipes:
 it would ignore SIGTERM, report signals that it gets as the rank's, and keep the rank's sentinel
@@ -51,7 +51,7 @@ def call_in_children(call: Callable[[], None]) -> Callable[[], None]:
 
 
 def end_child(error: BaseException | None = None) -> NoReturn:
-    """End this process, which code of the user's has forked, and which has left the user's call.
+    """End this process, which user code has forked, and which has left the call of that code.
 
     It would go on as a second rank.
     """

@@ -141,7 +141,7 @@ def shown(value: Any) -> str:
     except CtrlC:
         raise
     except (Exception, SystemExit, KeyboardInterrupt):  # raised by the user's class
-        return f"a {type(value).__name__} whose text cannot be made"
+        return f"a {type(value).__name__} that cannot be printed"
     return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}..."
 
 

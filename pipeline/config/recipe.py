@@ -161,7 +161,7 @@ def own_domains(tree: Mapping[str, Any]) -> list[str]:
 
 
 def recipe_in_words(tree: Mapping[str, Any]) -> str:
-    """Return the recipe of a run, or else the domains of the user's own, with what they are of."""
+    """Return the recipe of a run, or else the user's own domains with environment and tasks."""
     data = tree["data"]
     told = list[str]()
     for name in own_domains(tree):
@@ -172,7 +172,7 @@ def recipe_in_words(tree: Mapping[str, Any]) -> str:
         }
         told.append(f"{name} ({', '.join(f'{what} `{at}`' for what, at in of.items() if at)})")
     rewards = ", ".join(f"`{target}`" for target in data.get("reward_funcs", ()))
-    said = f"Domains of the user's own: {'; '.join(told)}{f', rewards {rewards}' * bool(rewards)}"
+    said = f"Own domains: {'; '.join(told)}{f', rewards {rewards}' * bool(rewards)}"
     return said if told else f"Recipe `{tree['recipe']}`"
 
 

@@ -352,7 +352,7 @@ class Calls:
         self.answered = asyncio.Event()
         self._threads = asyncio.Semaphore(MAX_THREADS)
         self._num_beside = 0  # calls in the background that have not ended
-        self._loops = list[Loop]()  # loops of the user's that have not ended
+        self._loops = list[Loop]()  # users' loops that have not ended
         # domain -> (number of late calls in a row, deadline of the late call that was counted last)
         self._hangs: dict[str, tuple[int, float]] = defaultdict(lambda: (0, -math.inf))
 

@@ -216,7 +216,7 @@ def _schema(name: str, tool: Callable[..., Any]) -> dict[str, Any]:
             raise ValueError(
                 "its docstring or hints hold what JSON cannot: a NaN, half a character"
             )
-    except Exception as error:  # hints are code of the user
+    except Exception as error:  # hints are user code
         raise TypeError(f"{name}{place_of(tool)}: {reason_of(error)}") from None
     return schema
 

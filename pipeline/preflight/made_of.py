@@ -1,4 +1,4 @@
-"""Hashes of all that a run is made of: tasks, demonstrations, code of the user's, tokenizer."""
+"""Hashes of all that a run is made of: tasks, demonstrations, user code, tokenizer."""
 
 import json
 import os
@@ -43,7 +43,7 @@ def made_of(
 
 
 def hashes_of_modules(config: Config) -> dict[str, str]:
-    """Return the hash of each module of the user's that has been imported, by a name for it."""
+    """Return the hash of each imported module of user code, by a name for it."""
     found = dict[str, str]()
     factories = (of.factory for of in known_domains(config).values())
     for target in (*factories, *config.data.reward_funcs):

@@ -130,7 +130,7 @@ def without_places(config: Config) -> Config:
 def command_of(config: Config) -> str:
     """Return a command that makes a run with the settings of `config`.
 
-    A recipe of the user's is compared with the default recipe. Trackers and places do not count.
+    A user's recipe is compared with the default recipe. Trackers and places do not count.
     """
     is_shipped = (SHIPPED / f"{config.recipe}.yaml").is_file()
     recipe = config.recipe if is_shipped else "three_domain_tiny"

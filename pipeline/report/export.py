@@ -128,7 +128,7 @@ def upload(checkpoint: RunCheckpoint, folder: Path, repo_id: str, private: bool 
 def upload_exported(
     checkpoint: RunCheckpoint, folder: Path, repo_id: str, private: bool = False
 ) -> str:
-    """Upload a folder of the user's; raises RunError, with the command that tries again."""
+    """Upload a user's folder; raises RunError, with the command that tries again."""
     try:
         return upload(checkpoint, folder, repo_id, private)
     except Exception as error:  # the hub's library and the network raise all kinds of errors

@@ -1,4 +1,4 @@
-"""Pages that a command serves to a browser; only who has the address' token may ask.
+"""Pages that a command serves to a browser; only those who have the token of the address may ask.
 
 Other accounts of a machine reach its 127.0.0.1, so the token is needed there, too.
 """

@@ -325,7 +325,7 @@ async def play(loop: Play, policy: LoopPolicy, task: Task) -> float:
     name = f"{getattr(loop, '__name__', 'play')}{place_of(loop)}"
     try:
         reward = as_number(value, name)
-    except Exception:  # `__float__` may be code of the user
+    except Exception:  # `__float__` may be user code
         reward = math.nan
     if not abs(reward) <= MAX_REWARD:
         hint = f"return the reward, a number up to {MAX_REWARD:g}"

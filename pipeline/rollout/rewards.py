@@ -341,7 +341,7 @@ def _rewards(name: str, returned: Any, count: int) -> list[float | None]:
     why = ""
     try:
         rewards = [math.nan if v is None else as_number(v, name) for v in returned]
-    except BaseException as error:  # `__float__` may be code of the user
+    except BaseException as error:  # `__float__` may be user code
         rewards = [math.inf]
         why = f" ({describe(only_faults(error))})"
     if any(abs(reward) > MAX_REWARD for reward in rewards):

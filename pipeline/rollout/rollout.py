@@ -198,7 +198,7 @@ class SamplerPolicy:
 
     @property
     def _asking(self) -> list[Conversation]:
-        """The conversations that wait; a loop of the user's may have given a message up."""
+        """The conversations that wait; a user's loop may have given a message up."""
         return [c for c, future in self._waiting.items() if not future.done()]
 
     async def message(self, conversation: Conversation) -> Said | None:
@@ -208,7 +208,7 @@ class SamplerPolicy:
         self._waiting[conversation] = future
         try:
             sampled: Sampled = await future
-        except asyncio.CancelledError:  # a loop of the user's was late, or gave the message up
+        except asyncio.CancelledError:  # a user's loop was late, or gave the message up
             self.close(conversation)
             raise
         conversation.trajectory.append(sampled.ids, sampled.logprobs)

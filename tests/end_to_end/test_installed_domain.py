@@ -51,7 +51,7 @@ def test_an_installed_domain_is_trained_resumed_evaluated_and_played(site: Path,
     model = "out/checkpoints/stage-1-cloakroom"
     says(done.stdout, f"model: {model}, the latest checkpoint of its run\n")
     assert main(["report", "out"]) == 0
-    domain = "Domains of the user's own: cloakroom (environment `cloakroom:CloakroomEnvironment`)"
+    domain = "Own domains: cloakroom (environment `cloakroom:CloakroomEnvironment`)"
     assert domain in Path("out/report.md").read_text()
     assert main(["chat", "out"]) == 0
     says(capsys.readouterr().out, "cloakroom, of cloakroom", "get_ticket")

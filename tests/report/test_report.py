@@ -135,7 +135,7 @@ def test_a_run_of_an_own_domain_is_not_named_after_the_default_recipe(tmp_path, 
     }
     for name, (settings, words) in told.items():
         folder = make_run(tmp_path / name, [name], [name], settings=settings)
-        assert f"- Domains of the user's own: {words}, seed 1, 2 rank(s).\n" in markdown_of(folder)
+        assert f"- Own domains: {words}, seed 1, 2 rank(s).\n" in markdown_of(folder)
         for file in ("report.md", "report.html"):
             assert "three_domain_tiny" not in (folder / file).read_text(), file
             assert "medium" not in (folder / file).read_text(), file

@@ -233,7 +233,7 @@ class Unreadable:
         raise self.error("no text")
 
 
-NO_TEXT = ("a list whose text cannot be made", "no number (test_rewards.py, line ")
+NO_TEXT = ("a list that cannot be printed", "no number (test_rewards.py, line ")
 
 
 @pytest.mark.parametrize(
@@ -252,7 +252,7 @@ NO_TEXT = ("a list whose text cannot be made", "no number (test_rewards.py, line
         (None, ("None", "not a list of 2")),
         ({1.0, 0.0}, ("{0.0, 1.0}", "not a list of 2")),  # the order of a set is not the answers'
         ([10**400, 1.0], ("not numbers", "int too large to convert to float")),
-        ([10**5000, 1.0], ("a list whose text cannot be made", "int too large")),
+        ([10**5000, 1.0], ("a list that cannot be printed", "int too large")),
         ([Fraction(10**400), 1.0], ("not numbers", "too large for a float")),
         ([Decimal("1e400"), 1.0], ("Decimal('1E+400')", "not numbers")),
         ([Decimal("sNaN"), 1.0], ("not numbers", "cannot convert signaling NaN")),
@@ -264,7 +264,7 @@ NO_TEXT = ("a list whose text cannot be made", "no number (test_rewards.py, line
         ([object(), 1.0], ("<object object", "not numbers", "not 'object'")),
         ([Unreadable(ArithmeticError), 1.0], ("ArithmeticError", *NO_TEXT)),
         ([Unreadable(SystemExit), 1.0], ("SystemExit", *NO_TEXT)),
-        (Unreadable(KeyError), ("a Unreadable whose text cannot be made, not a list of 2",)),
+        (Unreadable(KeyError), ("a Unreadable that cannot be printed, not a list of 2",)),
     ],
 )
 def test_a_wrong_result_is_told_and_leaves_the_task_out(returned, words):

@@ -277,6 +277,6 @@ def needs_of(domains: Iterable[Domain]) -> Needs:
     used = list(domains)
     return Needs(
         tools=any(domain.tools for domain in used),
-        # An environment of a user's may make a `user` who answers in any method.
+        # A user's environment may make a `user` who answers in any method.
         replies=any(not domain.is_single_turn for domain in used),
     )
