@@ -428,8 +428,8 @@ EXPRESSIONS = {
     "whole modules": {"modules_to_save": ["((.+)+)+!"]},
 }
 UNREAL = {
-    "a rank of some": ({"rank_pattern": {"q_proj": 10**9}}, "a rank above 64"),
-    "copies of layers": ({"layer_replication": [[0, 10**9]]}, "more than 1000 layers"),
+    "a rank of some": ({"rank_pattern": {"q_proj": 10**9}}, "asks for other adapters than"),
+    "copies of layers": ({"layer_replication": [[0, 1]] * 10**5}, "takes more than"),
 }
 
 
@@ -444,11 +444,12 @@ def test_an_expression_that_takes_exponential_time_is_refused(case, tmp_path, mo
     changed(path, EXPRESSIONS[case])
     monkeypatch.setattr(children, "MAX_CPU_S", 0.3)
     said = refusal(load_folder, path, PLAIN)
-    says(said, f"model: {path}: a regular expression in adapter_config.json takes more than")
+    says(said, f"model: {path}: adapter_config.json takes more than")
 
 
 @pytest.mark.parametrize("case", UNREAL)
-def test_adapters_that_would_take_all_memory_are_refused(case, tmp_path):
+def test_adapters_that_would_take_all_memory_are_refused(case, tmp_path, monkeypatch):
+    monkeypatch.setattr(children, "MAX_CPU_S", 2.0)
     _, path = saved("Qwen3, tied", tmp_path)
     changed(path, UNREAL[case][0])
     says(refusal(load_folder, path, PLAIN), f"model: {path}: adapter_config.json", UNREAL[case][1])
