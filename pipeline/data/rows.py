@@ -255,15 +255,15 @@ def with_usual_messages(messages: Any) -> Any:
 def _usual(message: dict[str, Any]) -> dict[str, Any]:
     calls = message.get("tool_calls")
     content = message.get("content")
-    found = {k: v for k, v in message.items() if v is not None or k == "content"}
-    if found.get("role") == "developer":
-        found["role"] = "system"
+    usual = {k: v for k, v in message.items() if v is not None or k == "content"}
+    if usual.get("role") == "developer":
+        usual["role"] = "system"
     if isinstance(content, list) and all(map(_is_text, content)):
-        found["content"] = "".join(part["text"] for part in content)
+        usual["content"] = "".join(part["text"] for part in content)
     if isinstance(calls, list) and calls:
-        found["tool_calls"] = [*map(_with_arguments, calls)]
-        found["content"] = found.get("content") or ""
-    return found
+        usual["tool_calls"] = [*map(_with_arguments, calls)]
+        usual["content"] = usual.get("content") or ""
+    return usual
 
 
 def _is_text(part: Any) -> bool:

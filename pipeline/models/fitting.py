@@ -77,19 +77,19 @@ def fitted(config: Config) -> tuple[Config, list[str]]:
     warnings = list[str]()
     for label, section, suits, is_used in settings:
         name = label.removeprefix("warm_start.")
-        given = getattr(getattr(config, section), name)
-        config = config.changed(section, **{name: given or suits})
-        source = f"suits {what}" if given is None else "given by the recipe or a flag"
+        rate = getattr(getattr(config, section), name)
+        config = config.changed(section, **{name: rate or suits})
+        source = f"suits {what}" if rate is None else "given by the recipe or a flag"
         if is_used:
-            lines.append(f"{label}: {given or suits:g} ({source})")
-        if is_used and given is not None and given > FAR * suits:
+            lines.append(f"{label}: {rate or suits:g} ({source})")
+        if is_used and rate is not None and rate > FAR * suits:
             warnings.append(
-                f"warning: {label} {given:g} is {given / suits:,.0f} times what suits {what} "
+                f"warning: {label} {rate:g} is {rate / suits:,.0f} times what suits {what} "
                 f"({suits:g}); a policy may break within a few steps"
             )
-        if is_used and given is not None and given < suits / FAR_BELOW:
+        if is_used and rate is not None and rate < suits / FAR_BELOW:
             warnings.append(
-                f"warning: {label} {given:g} is 1/{suits / given:,.0f} of what suits {what} "
+                f"warning: {label} {rate:g} is 1/{suits / rate:,.0f} of what suits {what} "
                 f"({suits:g}); a policy may hardly change"
             )
     return config, lines + warnings

@@ -143,8 +143,8 @@ def load_folder(
         output_loading_info=True,
     )
     problem = f"lacks {min(info['missing_keys'])}" if info["missing_keys"] else ""
-    for name, found, wanted in sorted(info["mismatched_keys"])[:1]:
-        problem = f"holds {name} as {list(found)} and not the {list(wanted)}"
+    for name, shape_there, wanted in sorted(info["mismatched_keys"])[:1]:
+        problem = f"holds {name} as {list(shape_there)} and not the {list(wanted)}"
     if problem:  # transformers initializes missing or wrong weights at random.
         raise UserError(
             f"model: {folder} {problem} that its config.json asks for; take both from one model"

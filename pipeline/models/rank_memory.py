@@ -83,8 +83,8 @@ def token_budget(config: Config, model: Any, memory: float) -> int:
     A group whose micro-batches would not fit into `memory` (bytes) gets smaller ones, which compute
     common prefixes several times.
     """
-    if (given := config.grpo.max_tokens_per_microbatch) is not None:
-        return given
+    if (budget := config.grpo.max_tokens_per_microbatch) is not None:
+        return budget
     longest = config.rollout.max_tokens
     frozen = dtype_of(config.model).itemsize
     whole = max(LEAST_TOKENS, config.rollout.num_generations * longest)

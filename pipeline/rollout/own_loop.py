@@ -89,7 +89,7 @@ class LoopPolicy:
         self._greedy = greedy
         self._main = asyncio.get_running_loop()
         self._conversations = list[Conversation]()
-        self._known = dict[Conversation, tuple[list[Message], list[Any]]]()  # messages and tools
+        self._known = dict[Conversation, list[Message]]()  # messages that may be continued
         self._starts = Counter[str]()  # number of conversations that began with the same messages
         self._unsaid = defaultdict[str, list[Conversation]](list)  # ... whose first was taken back
         self._num_messages = 0
@@ -128,25 +128,27 @@ class LoopPolicy:
         if a conversation has no room for a message (`max_tokens`), and after `max_turns` messages
         of all conversations together.
         """
-        given = with_usual_messages(deepcopy(list(messages)))
+        conversation = with_usual_messages(deepcopy(list(messages)))
         schemas = deepcopy(list(tools or ()))
-        if problem := messages_problem(given) or schemas_problem(schemas):
+        if problem := messages_problem(conversation) or schemas_problem(schemas):
             raise ValueError(f"policy.message: {problem}")
-        if not is_plain([given, schemas]):
+        if not is_plain([conversation, schemas]):
             raise ValueError(
                 "policy.message: it holds what JSON cannot, such as NaN or half a character"
             )
         if self.is_over or self.end is not None:  # this is no message that the loop waits for
             await asyncio.sleep(0)  # or a loop that asks on would block the event loop
             raise EpisodeOver(self.end or StopReason.COMPLETED)
-        given = [{key: message[key] for key in KEYS if key in message} for message in given]
+        conversation = [
+            {key: message[key] for key in KEYS if key in message} for message in conversation
+        ]
         self._num_asked += 1
         try:
             await asyncio.sleep(0)  # messages that are asked for at once come together
         except BaseException:
             self._num_asked -= 1
             raise
-        asked = Asked(given, schemas, asyncio.get_running_loop())
+        asked = Asked(conversation, schemas, asyncio.get_running_loop())
         self._main.call_soon_threadsafe(self._take, asked)
         try:
             message = await asyncio.wrap_future(asked.answer)
@@ -210,28 +212,27 @@ class LoopPolicy:
         self._num_messages += 1
         conversation = self._conversation_of(asked)
         self._wake()
-        said = await self._policy.message(conversation)
-        if said is None:
+        turn = await self._policy.message(conversation)
+        if turn is None:
             self.is_cut = True
             raise EpisodeOver(StopReason.MAX_TOKENS)
         self._show(conversation.trajectory.messages[-1:])
-        asked.is_malformed = bool(said.parsed.malformed)
+        asked.is_malformed = bool(turn.parsed.malformed)
         self._first.num_malformed_calls += asked.is_malformed
-        message = {k: v for k, v in said.parsed.message().items() if k in KEYS}
-        if said.finished:
-            compared = [*map(_compared, (*asked.messages, message))]
-            self._known[conversation] = compared, asked.tools
-        return {**deepcopy(message), "finish_reason": "stop" if said.finished else "length"}
+        message = {k: v for k, v in turn.parsed.message().items() if k in KEYS}
+        if turn.finished:
+            self._known[conversation] = [*map(_compared, (*asked.messages, message))]
+        return {**deepcopy(message), "finish_reason": "stop" if turn.finished else "length"}
 
     def _conversation_of(self, asked: Asked) -> Conversation:
         """Return the conversation that messages continue, with the new ones, or a new one."""
         messages = [*map(_compared, asked.messages)]
-        for conversation, (known, its_tools) in self._known.items():
+        for conversation, known in self._known.items():
             new = asked.messages[len(known) :]
-            goes_on = messages[: len(known)] == known and its_tools == asked.tools
+            goes_on = messages[: len(known)] == known and conversation.schemas == asked.tools
             if goes_on and new and all(message["role"] in REPLIES for message in new):
                 del self._known[conversation]  # until its next message is there
-                asked.undo = self._undo(conversation, (known, its_tools))
+                asked.undo = self._undo(conversation, known)
                 conversation.trajectory.messages += new
                 self._show(new)
                 return conversation
@@ -261,9 +262,7 @@ class LoopPolicy:
         self._conversations.append(conversation)
         return conversation
 
-    def _undo(
-        self, conversation: Conversation, known: tuple[list[Message], list[Any]] | str
-    ) -> Callable[[], None]:
+    def _undo(self, conversation: Conversation, known: list[Message] | str) -> Callable[[], None]:
         """Return what makes a conversation as it is now; `known` is what it then continues."""
         rewind = conversation.rewinder()
 
@@ -296,12 +295,12 @@ def _is_going_on(asked: Asked) -> bool:
 def _compared(message: Message) -> Message:
     """Return what is compared of a message: not the ids of calls, which clients write anew."""
     names = ("role", "content") if message["role"] == "assistant" else ("role", "content", "name")
-    found = {key: message[key] for key in names if key in message}
+    compared = {key: message[key] for key in names if key in message}
     if calls := message.get("tool_calls"):
         functions = [call["function"] for call in calls]
         pairs = [{"name": f["name"], "arguments": f.get("arguments") or {}} for f in functions]
-        found["tool_calls"] = [{"type": "function", "function": pair} for pair in pairs]
-    return found
+        compared["tool_calls"] = [{"type": "function", "function": pair} for pair in pairs]
+    return compared
 
 
 async def play(loop: Play, policy: LoopPolicy, task: Task) -> float:

@@ -211,18 +211,18 @@ class CaseEnvironment:
 def follows(steps: Sequence[str], wanted: Sequence[str]) -> bool:
     """Return whether `steps` has all of `wanted` in order, and each additional step is a lookup."""
     rest = iter(steps)
-    writes, right = ([s for s in of if not s.startswith(LOOKUPS)] for of in (steps, wanted))
+    writes, right = ([s for s in every if not s.startswith(LOOKUPS)] for every in (steps, wanted))
     return all(step in rest for step in wanted) and writes == right
 
 
-def difference(found: Any, expected: Any, where: str = "") -> dict[str, list[str]]:
+def difference(actual: Any, expected: Any, where: str = "") -> dict[str, list[str]]:
     """Return {path: [actual value, expected value]} for fields with different values."""
-    if not (isinstance(found, dict) and isinstance(expected, dict)):
-        return {} if found == expected else {where: [str(found), str(expected)]}
+    if not (isinstance(actual, dict) and isinstance(expected, dict)):
+        return {} if actual == expected else {where: [str(actual), str(expected)]}
     differences: dict[str, list[str]] = {}
-    for key in dict.fromkeys([*found, *expected]):
+    for key in dict.fromkeys([*actual, *expected]):
         path = f"{where}.{key}".lstrip(".")
-        differences |= difference(found.get(key), expected.get(key), path)
+        differences |= difference(actual.get(key), expected.get(key), path)
     return differences
 
 
@@ -289,7 +289,9 @@ def baselines_of(
         for message in agent.messages:
             if message["role"] == "assistant":
                 calls = [call["function"] for call in message.get("tool_calls", ())]
-                moves += [(of["name"], of["arguments"]) for of in calls] or [message["content"]]
+                moves += [(function["name"], function["arguments"]) for function in calls] or [
+                    message["content"]
+                ]
         return {"commonest case": [*moves, final]}
 
     return baselines

@@ -103,16 +103,16 @@ class LlmCustomer:
         said = await self._answer(heard)
         return None if any(stop in said for stop in STOPS) else said
 
-    async def _answer(self, heard: str) -> str:
-        self.model_messages.append({"role": "user", "content": heard})
+    async def _answer(self, message: str) -> str:
+        self.model_messages.append({"role": "user", "content": message})
         for _ in range(MAX_ROUNDS):
             answer = await self._ask(self.model_messages, self._scenario.schemas)
-            said = spoken(answer["content"])
-            self.model_messages.append({**answer, "content": said})
+            words = spoken(answer["content"])
+            self.model_messages.append({**answer, "content": words})
             if calls := answer.get("tool_calls"):
                 self.model_messages += [self._result(call) for call in calls]
-            elif said:
-                return said
+            elif words:
+                return words
             else:
                 raise Outage("customer: the language model wrote thoughts and no message")
         raise Outage(f"customer: {MAX_ROUNDS} messages with calls of tools and no other one")
@@ -140,7 +140,9 @@ def record(environment: Any, trajectory: Any) -> None:
     user: Any = getattr(environment, "user", None)
     if isinstance(user, LlmCustomer):
         trajectory.customer = list(user.model_messages)
-        trajectory.tools |= {f"customer/{name}": of for name, of in user.tool_counts.items()}
+        trajectory.tools |= {
+            f"customer/{name}": counts for name, counts in user.tool_counts.items()
+        }
 
 
 class ScriptedCustomer:

@@ -369,12 +369,12 @@ def _read(text: str, as_written: bool) -> tuple[Message | None, int, str]:
         content = spoken(content)
         if not (content or calls):
             return None, num_tokens, "it wrote thoughts and no message" if thoughts else ""
-    found: Message = {"role": "assistant", "content": content}
+    spoken_message: Message = {"role": "assistant", "content": content}
     if calls:
-        found["tool_calls"] = calls
+        spoken_message["tool_calls"] = calls
     if why:
-        found["is_cut"] = True
-    return found, num_tokens, ""
+        spoken_message["is_cut"] = True
+    return spoken_message, num_tokens, ""
 
 
 def _arguments(value: Any, as_written: bool) -> str:

@@ -176,8 +176,8 @@ class TaskSource:
         if ticket := task.get("ticket"):
             wants = "refuel" in str(instructions) and "refuel" not in ticket
             return f"{ticket} {self.consent}" if wants and self.refuel_consent else str(ticket)
-        told = {label: str(instructions.get(k) or "").strip(" .\n") for k, label in LABELS.items()}
-        return "\n\n".join(f"{label}: {text}." for label, text in told.items() if text)
+        parts = {label: str(instructions.get(k) or "").strip(" .\n") for k, label in LABELS.items()}
+        return "\n\n".join(f"{label}: {text}." for label, text in parts.items() if text)
 
     @cached_property
     def consent(self) -> str:
@@ -299,7 +299,7 @@ def _refuse_incomplete(source: TaskSource, environment: type[Any], done: Calls) 
     for task_id in source.ids["test"]:
         episode = environment()
         criteria = source.world.task(task_id).evaluation_criteria
-        said = " ".join(criteria.communicate_info or ())
+        last_message = " ".join(criteria.communicate_info or ())
         try:
             episode.reset(json.dumps({"id": task_id}))
             for action in criteria.actions or ():
@@ -309,7 +309,7 @@ def _refuse_incomplete(source: TaskSource, environment: type[Any], done: Calls) 
             for end in done:
                 episode.call(*end)
             episode.stop_reason = "completed"
-            episode.messages = [{"role": "assistant", "content": said}]
+            episode.messages = [{"role": "assistant", "content": last_message}]
             earned: float | str = Tau2Environment.get_reward(episode)  # without the judge
         except Exception as error:  # whatever the checkout's code raises on such data
             earned = one_line(f"{type(error).__name__}: {error}")

@@ -143,8 +143,10 @@ class Tau2Environment:
         return not missing
 
     def _communicate(self, criteria: Any) -> bool:
-        said = [m["content"] for m in self.messages if m["role"] == "assistant" and m["content"]]
-        texts = [spoken(text).lower().replace(",", "") for text in said]
+        messages = [
+            m["content"] for m in self.messages if m["role"] == "assistant" and m["content"]
+        ]
+        texts = [spoken(text).lower().replace(",", "") for text in messages]
         missing = [
             info
             for info in criteria.communicate_info or ()
@@ -220,8 +222,8 @@ class JudgedEnvironment(Tau2Environment):
         assert self.judge is not None
         for seed in range(ATTEMPTS):
             answer = (await self.judge(prompt, seed=seed))["content"]
-            if len(found := verdicts_of(answer)) == count:
-                return found
+            if len(verdicts := verdicts_of(answer)) == count:
+                return verdicts
         shown = one_line(answer)
         raise Outage(f"judge: no verdict on {count} assertions in {ATTEMPTS} answers: {shown}")
 

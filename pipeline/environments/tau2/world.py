@@ -78,12 +78,12 @@ class Overlay(MutableMapping[str, Any]):
 
     def changes(self) -> State:
         """Return the entities that differ from the shared table."""
-        found: State = dict.fromkeys((self._name, k) for k in self._deleted & self._shared.keys())
+        changed: State = dict.fromkeys((self._name, k) for k in self._deleted & self._shared.keys())
         for key, entity in self._own.items():
             text = as_text(entity)
             if key not in self._shared or text != as_text(self._shared[key]):
-                found[self._name, key] = text
-        return found
+                changed[self._name, key] = text
+        return changed
 
 
 def overlay_of(database: Any) -> Any:
