@@ -35,46 +35,104 @@ def config(
     )
 
 
-def summary(stages):
-    return [(stage.name, stage.groups, stage.first_step, stage.num_steps) for stage in stages]
+STAGES = {  # settings, numbers of tasks, and of each stage: name, groups, number of steps
+    "earlier domains are replayed": (
+        {"replay": 0.3},
+        PLENTY,
+        [
+            ("airline", {"airline": 24}, 40),
+            ("retail", {"airline": 7, "retail": 17}, 40),
+            ("telecom", {"airline": 4, "retail": 3, "telecom": 17}, 40),
+        ],
+    ),
+    "a preview of later domains takes groups": (
+        {"replay": 0.3, "preview": 0.08},
+        PLENTY,
+        [
+            ("airline", {"retail": 1, "telecom": 1, "airline": 22}, 40),
+            ("retail", {"airline": 7, "telecom": 2, "retail": 15}, 40),
+            ("telecom", {"airline": 4, "retail": 3, "telecom": 17}, 40),
+        ],
+    ),
+    "a preview of less than a group is none": (
+        {"tasks_per_step": 4, "preview": 0.08, "replay": 0.0},
+        PLENTY,
+        [
+            ("airline", {"airline": 4}, 40),
+            ("retail", {"retail": 4}, 40),
+            ("telecom", {"telecom": 4}, 40),
+        ],
+    ),
+    "stage weights share out the steps": (
+        {"max_steps": 10, "stage_weights": {"retail": 2}, "replay": 0.0},
+        PLENTY,
+        [
+            ("airline", {"airline": 24}, 3),
+            ("retail", {"retail": 24}, 5),
+            ("telecom", {"telecom": 24}, 2),
+        ],
+    ),
+    "no more tasks of a domain than there are": (
+        {"replay": 0.3},
+        {"airline": 2, "retail": 10, "telecom": 800},
+        [
+            ("airline", {"airline": 2}, 40),
+            ("retail", {"airline": 2, "retail": 10}, 40),
+            ("telecom", {"airline": 2, "retail": 3, "telecom": 17}, 40),
+        ],
+    ),
+    "a domain comes again": (
+        {"order": ["airline", "retail", "airline"], "replay": 0.5},
+        PLENTY,
+        [
+            ("airline", {"airline": 24}, 40),
+            ("retail", {"airline": 12, "retail": 12}, 40),
+            ("airline-2", {"retail": 12, "airline": 12}, 40),
+        ],
+    ),
+    "mixed by the weights of domains": (
+        {"curriculum": "mixed", "domain_weights": {"telecom": 2}},
+        PLENTY,
+        [("mixed", {"airline": 6, "retail": 6, "telecom": 12}, 120)],
+    ),
+    "parts of rising difficulty": (
+        {
+            **{"max_steps": 8, "domains": ["airline", "retail"], "replay": 0.0},
+            **{"difficulties": ["easy", "hard"], "stage_weights": {"airline": 3}},
+        },
+        PLENTY,
+        [
+            *(("airline-easy", {"airline": 24}, 3), ("airline-hard", {"airline": 24}, 3)),
+            *(("retail-easy", {"retail": 24}, 1), ("retail-hard", {"retail": 24}, 1)),
+        ],
+    ),
+    "steps and tasks of a stage's own leave the rest to the others": (
+        {
+            "max_steps": 100,
+            "stage_steps": {"airline": 10},
+            "stage_tasks": {"retail": 25},
+            "replay": 0.0,
+        },
+        PLENTY,
+        [
+            ("airline", {"airline": 24}, 10),
+            ("retail", {"retail": 24}, 2),
+            ("telecom", {"telecom": 24}, 88),
+        ],
+    ),
+}
 
 
-def test_one_stage_per_domain_with_earlier_ones_replayed():
-    assert summary(make_stages(config(replay=0.3), PLENTY)) == [
-        ("airline", {"airline": 24}, 0, 40),
-        ("retail", {"airline": 7, "retail": 17}, 40, 40),
-        ("telecom", {"airline": 4, "retail": 3, "telecom": 17}, 80, 40),
-    ]
-
-
-def test_a_preview_of_later_domains_takes_groups_from_the_stage():
-    stages = make_stages(config(replay=0.3, preview=0.08), PLENTY)
-    assert [stage.groups for stage in stages] == [
-        {"retail": 1, "telecom": 1, "airline": 22},
-        {"airline": 7, "telecom": 2, "retail": 15},
-        {"airline": 4, "retail": 3, "telecom": 17},
-    ]
-    small = make_stages(config(tasks_per_step=4, preview=0.08, replay=0.0), PLENTY)
-    assert [stage.groups for stage in small] == [{"airline": 4}, {"retail": 4}, {"telecom": 4}]
-    described = describe(stages, config(replay=0.3, preview=0.08))
-    assert (described["replay"], described["preview"]) == (0.3, 0.08)
-    assert describe(small, config(preview=0.08, replay=0.3))["preview"] == 0.0
-
-
-def test_stage_weights_share_out_the_steps():
-    stages = make_stages(config(max_steps=10, stage_weights={"retail": 2}), PLENTY)
-    assert [stage.num_steps for stage in stages] == [3, 5, 2]
-    assert [stage.first_step for stage in stages] == [0, 3, 8]
-    assert [stage.last_step for stage in stages] == [3, 8, 10]
-
-
-def test_a_step_takes_no_more_tasks_of_a_domain_than_there_are():
-    stages = make_stages(config(replay=0.3), {"airline": 2, "retail": 10, "telecom": 800})
-    assert [stage.groups for stage in stages] == [
-        {"airline": 2},
-        {"airline": 2, "retail": 10},
-        {"airline": 2, "retail": 3, "telecom": 17},
-    ]
+@pytest.mark.parametrize("case", STAGES)
+def test_the_stages_of_a_curriculum(case):
+    settings, counts, expected = STAGES[case]
+    stages = make_stages(config(**settings), counts)
+    assert [(stage.name, stage.groups, stage.num_steps) for stage in stages] == expected
+    firsts = [sum(of for *_, of in expected[:number]) for number in range(len(expected))]
+    assert [stage.first_step for stage in stages] == firsts
+    for stage in stages:
+        assert stage.name.startswith(("-".join(stage.own), "mixed"))
+        assert stage.difficulty in (*stage.name.split("-"), "medium")
 
 
 @pytest.mark.parametrize("curriculum", ["sequential", "mixed"])
@@ -266,21 +324,6 @@ def test_a_family_that_one_difficulty_lacks_is_told():
     ]
 
 
-def test_a_domain_may_come_again_and_then_the_others_are_replayed():
-    stages = make_stages(config(order=["airline", "retail", "airline"], replay=0.5), PLENTY)
-    assert [(stage.name, stage.own, stage.groups) for stage in stages] == [
-        ("airline", ("airline",), {"airline": 24}),
-        ("retail", ("retail",), {"airline": 12, "retail": 12}),
-        ("airline-2", ("airline",), {"retail": 12, "airline": 12}),
-    ]
-
-
-def test_mixed_steps_follow_the_weights_of_the_domains():
-    (stage,) = make_stages(config(curriculum="mixed", domain_weights={"telecom": 2}), PLENTY)
-    assert stage.groups == {"airline": 6, "retail": 6, "telecom": 12}
-    assert stage.own == ("airline", "retail", "telecom")
-
-
 def test_interleaved_steps_take_the_domains_in_turns_by_their_weights():
     (stage,) = make_stages(
         config(8, 2, curriculum="interleaved", domain_weights={"telecom": 2}), PLENTY
@@ -293,36 +336,6 @@ def test_interleaved_steps_take_the_domains_in_turns_by_their_weights():
     assert len(set(seen[:6])) == 6  # a pass over 7 tasks goes on at the domain's next turn
 
 
-def test_each_stage_in_parts_of_rising_difficulty():
-    stages = make_stages(
-        config(
-            8,
-            domains=["airline", "retail"],
-            difficulties=["easy", "hard"],
-            stage_weights={"airline": 3},
-        ),
-        PLENTY,
-    )
-    assert [(s.name, s.own, s.difficulty, s.num_steps) for s in stages] == [
-        ("airline-easy", ("airline",), "easy", 3),
-        ("airline-hard", ("airline",), "hard", 3),
-        ("retail-easy", ("retail",), "easy", 1),
-        ("retail-hard", ("retail",), "hard", 1),
-    ]
-
-
-def test_stages_with_steps_or_tasks_of_their_own_leave_the_rest_to_the_others():
-    made = config(100, stage_steps={"airline": 10}, stage_tasks={"retail": 25})
-    stages = make_stages(made, PLENTY)
-    assert [(stage.name, stage.num_steps) for stage in stages] == [
-        ("airline", 10),
-        ("retail", 2),  # 25 tasks in steps of 24
-        ("telecom", 88),
-    ]
-    with pytest.raises(UserError, match="the stages have 110 steps, and max_steps is 100"):
-        make_stages(config(100, stage_steps={"airline": 60, "retail": 50}), PLENTY)
-
-
 def test_a_stage_that_ended_early_brings_the_later_ones_forward():
     stages = one_after_another(make_stages(config(30), PLENTY), {"airline": 4})
     assert [(s.name, s.first_step, s.num_steps) for s in stages] == [
@@ -332,24 +345,30 @@ def test_a_stage_that_ended_early_brings_the_later_ones_forward():
     ]
 
 
-def test_a_plateau_is_so_many_values_no_better_than_the_best_before_them():
-    assert not on_plateau([0.5, 0.5], patience=2, delta=0.01)  # nothing before them
-    assert on_plateau([0.5, 0.5, 0.4], patience=2, delta=0.01)
-    assert not on_plateau([0.5, 0.5, 0.52], patience=2, delta=0.01)
-    assert on_plateau([0.5, 0.5, 0.505], patience=2, delta=0.01)
-    assert not on_plateau([0.5, 0.6, 0.5], patience=2, delta=0.01)  # the better one is recent
-    assert not on_plateau([0.5] * 9, patience=0, delta=0.01)
-
-
-def test_gains_of_nothing_are_a_plateau_even_where_any_gain_counts():
-    assert on_plateau([1.0] * 4, patience=3, delta=0.0)
-    assert not on_plateau([0.5, 0.5, 0.6], patience=2, delta=0.1)  # a gain of exactly delta counts
+@pytest.mark.parametrize(
+    ("values", "patience", "delta", "expected"),
+    [
+        ([0.5, 0.5], 2, 0.01, False),  # nothing before them
+        ([0.5, 0.5, 0.4], 2, 0.01, True),
+        ([0.5, 0.5, 0.52], 2, 0.01, False),
+        ([0.5, 0.5, 0.505], 2, 0.01, True),
+        ([0.5, 0.6, 0.5], 2, 0.01, False),  # the better one is recent
+        ([0.5] * 9, 0, 0.01, False),
+        ([1.0] * 4, 3, 0.0, True),  # gains of nothing, even where any gain counts
+        ([0.5, 0.5, 0.6], 2, 0.1, False),  # a gain of exactly delta counts
+    ],
+)
+def test_a_plateau_is_so_many_values_no_better_than_the_best_before_them(
+    values, patience, delta, expected
+):
+    assert on_plateau(values, patience, delta) == expected
 
 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
         ({"stage_steps": {"airline": 1, "retail": 1, "telecom": 1}}, "have 3 steps, and max_steps"),
+        ({"stage_steps": {"airline": 60, "retail": 61}}, "have 121 steps, and max_steps is 120"),
         (
             {"curriculum": "mixed", "domain_weights": {"telecom": 100}},
             "airline would have no group",
@@ -394,3 +413,5 @@ def test_what_curriculum_json_holds():
     }
     mixed = config(curriculum="mixed")
     assert describe(make_stages(mixed, PLENTY), mixed)["replay"] == 0.0
+    few = config(tasks_per_step=4, preview=0.08)
+    assert describe(make_stages(few, PLENTY), few)["preview"] == 0.0  # less than a group

@@ -195,17 +195,6 @@ def test_the_reward_is_asked_with_the_whole_conversation():
     assert played.messages[2]["tool_calls"][0]["function"]["arguments"] == {"to": "a"}
 
 
-def test_the_record_keeps_a_result_that_the_model_saw_replaced():
-    limits = LIMITS.model_copy(update={"max_tool_result_tokens": 60})
-    script = [call("pay", long=True), call("pay"), say("bye")]
-    trajectory = play(*script, limits=limits, environment=Talker)
-    replaced, whole = [m for m in trajectory.messages if m["role"] == "tool"]
-    assert replaced["content"] == json.dumps({"error": "result too long"})
-    assert replaced["raw_content"] == "long " * 100 and "raw_content" not in whole
-    seen = chat().tokenizer.decode(trajectory.ids)
-    assert "result too long" in seen and "long long" not in seen
-
-
 AGAIN = [call("pay", to="a", by=1), call("pay", by=1, to="a")]
 
 

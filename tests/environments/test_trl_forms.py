@@ -4,7 +4,7 @@ import json
 import random
 import re
 from collections import defaultdict
-from functools import cache, cached_property, partial, partialmethod, singledispatchmethod, wraps
+from functools import cache, partial, partialmethod, singledispatchmethod, wraps
 from typing import Any
 
 import pytest
@@ -14,7 +14,7 @@ from pipeline.common.errors import UserError
 from pipeline.config.cli import parse
 from pipeline.config.settings import Config
 from pipeline.environments import load_domains
-from pipeline.environments.discovery import no_tools, tool_methods, tool_problem, tool_schemas
+from pipeline.environments.discovery import tool_methods, tool_problem, tool_schemas
 from pipeline.environments.task_checks import try_task
 from pipeline.environments.task_sets import task_sets
 from pipeline.environments.tools import RandomState, call_tool, reset_arguments
@@ -224,36 +224,6 @@ def test_static_methods_are_no_tools():
     (schema,) = tool_schemas(trl_forms.Safe)
     assert schema["function"]["parameters"]["properties"]["way"]["enum"] == ["left", "right"]
     assert schema["function"]["parameters"]["required"] == ["number"]
-
-
-def test_members_that_may_be_meant_as_tools_are_notes():
-    class Desk(trl_forms.Safe):
-        uses_random_state = False
-        Kind, limit, _hidden = dict[str, int], 3, len
-
-        @classmethod
-        def open(cls): ...
-
-        @property
-        def number_of_turns(self): ...
-
-        @cached_property
-        def sounds(self): ...
-
-        @property
-        def scenario(self): ...
-
-        class Settings: ...
-
-    kinds = [re.sub(r" \(test_trl_forms.py, line \d+\)", "", note) for note in no_tools(Desk)]
-    advice = "is no tool; write a method if the model shall call it, or name it _"
-    assert kinds[1:] == [
-        f"the property number_of_turns {advice}number_of_turns",
-        f"the class method open {advice}open",
-        f"the property sounds {advice}sounds",
-    ]
-    assert kinds[0].startswith("the static method describe (trl_forms.py, line 34) is no tool")
-    assert tool_problem(Desk) == ""
 
 
 def without_wraps(function):

@@ -4,13 +4,12 @@ import base64
 import gzip
 import json
 import re
-from collections import Counter
 
 import pytest
 from tokenizers import Tokenizer, decoders, models
 
 from pipeline.report.plots import pictures
-from pipeline.report.reader_data import choose, read_episodes, token_texts_of
+from pipeline.report.reader_data import read_episodes, token_texts_of
 from pipeline.report.write import rich, sections_of, table, write_report
 from tests.support.browser import Page
 from tests.support.report_runs import (  # noqa: F401
@@ -196,16 +195,6 @@ def test_the_page_points_at_nothing_outside_of_it(run_folder):
     assert re.findall(r"@import|<link rel=.?stylesheet|<iframe", text) == []
     assert not re.search(r"https?://", text.split('id="index"')[0])
     assert "default-src 'none'" in text
-
-
-def test_whole_groups_are_taken_evenly_over_stages_and_steps():
-    sizes = {(("long", step), ("airline", str(i))): 8 for step in range(100) for i in range(10)}
-    sizes |= {(("short", 100), ("airline", str(i))): 8 for i in range(10)}
-    chosen = choose(Counter(sizes), 880)
-    assert len(chosen) == 110
-    steps = Counter(step for step, _ in chosen)
-    assert steps["short", 100] == 10, "a stage that needs little is taken whole"
-    assert {steps["long", step] for step in range(100)} == {1}
 
 
 def test_episodes_of_all_ranks_make_one_group_in_order_of_trials(run_folder):

@@ -12,7 +12,6 @@ import subprocess
 import threading
 import time
 from contextlib import contextmanager
-from functools import partial
 from urllib.error import HTTPError
 from urllib.parse import urlsplit
 from urllib.request import Request, urlopen
@@ -27,7 +26,6 @@ from pipeline.report import server as pages
 from pipeline.report import status
 from pipeline.report.plots import pictures
 from pipeline.report.run_files import load_run
-from pipeline.report.server import Page as ServedPage
 from pipeline.report.server import server_of
 from pipeline.report.watch import LivePage, page_beside
 from tests.support.browser import Page
@@ -102,15 +100,6 @@ def at(address, path):
 
 def port_of(address):
     return urlsplit(address).port
-
-
-def trouble(address, text, ends=True):
-    """What a server answers to something that is hardly a request."""
-    with socket.create_connection(("127.0.0.1", port_of(address)), timeout=30) as link:
-        link.sendall(text.replace("TOKEN", f"/?{urlsplit(address).query}").encode())
-        if ends:
-            link.shutdown(socket.SHUT_WR)
-        return link.makefile().read()
 
 
 def answer(address, **headers):
@@ -190,38 +179,6 @@ def test_the_server_reads_alone_and_answers_only_who_has_the_token(run_folder, c
         assert answer(address, Host="another.example")[0] == (403 if is_here else 200)
         assert answer(address, Host="localhost:1")[0] == 200, "an SSH tunnel"
     assert {path: path.stat().st_mtime_ns for path in run_folder.rglob("*")} == before
-    assert capsys.readouterr().err == ""
-
-
-class Ear(ServedPage):
-    """A page that keeps what is typed."""
-
-    def __init__(self):
-        self.words = []
-
-    def take(self, words):
-        self.words.append(words)
-
-
-def test_a_part_of_a_message_is_no_message_and_no_request_waits_for_ever(monkeypatch, capsys):
-    monkeypatch.setattr(pages, "READING_S", 0.2)
-    page = Ear()
-    with server_of(page, "127.0.0.1", 0) as server:
-        serving = threading.Thread(target=server.serve_forever, args=(0.05,))
-        serving.start()
-        ask = partial(trouble, server.address)
-        head = "POST TOKEN HTTP/1.0\r\nHost: localhost\r\nX-Page: 1\r\n"
-        assert "200" in ask(f"{head}Content-Length: 5\r\n\r\nwhole")
-        assert "200" in ask(f"{head}Content-Length: 0\r\n\r\n"), "an empty line"
-        for part in ("Content-Length: 5\r\n\r\nhalf", "", "Content-Length: x\r\n\r\n", "Content-L"):
-            assert "200" not in ask(head + part)
-        for text in ("GET http://[/ HTTP/1.0", "GET TOKEN HTTP/1.0\r\nHost: ["):
-            assert "200" not in ask(f"{text}\r\n\r\n")
-        for text in ("", "GET TOKEN", head, f"{head}Content-Length: 5\r\n\r\nhalf"):
-            assert "200" not in ask(text, ends=False)
-        server.shutdown()
-        serving.join()
-    assert page.words == ["whole", ""]
     assert capsys.readouterr().err == ""
 
 
@@ -338,14 +295,6 @@ def test_status_of_several_runs_and_as_json(run_folder, capsys):
     assert found[0] == found[1]
     assert (found[0]["state"], found[0]["step"]) == ("running", 30)
     assert found[0]["ranks"][0]["phase"] == "sample airline step 2"
-
-
-def test_success_is_the_latest_of_validations_and_evaluations(run_folder):
-    with (run_folder / METRICS).open("a") as file:
-        file.write('{"kind": "validation", "step": 900, "validation/retail/success": 0.125}\n')
-    found = status.status_of(load_run(run_folder))["success"]
-    assert found["retail"] == 0.125
-    assert set(found) == {*THREE}
 
 
 def test_warnings_of_a_run_are_kept_and_shown_the_newest_first(run_folder, browser, capsys):

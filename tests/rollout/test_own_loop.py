@@ -3,7 +3,6 @@
 import asyncio
 import gc
 import json
-import random
 import threading
 import time
 from contextlib import suppress
@@ -189,35 +188,6 @@ def test_several_conversations_at_once_are_sampled_together():
         episodes = play(loop, *scripts, trials=4, deterministic=deterministic, max_turns=3)
         assert len(episodes) == 4
         assert [len(episode.sequences) for episode in episodes] == [3] * 4
-
-
-def test_a_deterministic_rollout_samples_the_same_rows_however_long_loops_take():
-    async def branch(policy, number):
-        messages = [user(f"question {number}")]
-        for _ in range(3):
-            messages += [await policy.message(messages), user("and?")]
-
-    async def loop(policy, task):
-        await asyncio.sleep(random.uniform(0, 0.01))
-        await asyncio.gather(*(branch(policy, number) for number in range(3)))
-        await asyncio.sleep(random.uniform(0, 0.01))
-        await policy.message([user("sum it up")])
-        return 1.0
-
-    class Rows(Sampler):
-        def sample(self, conversations, *given):
-            rows.append(list(conversations))
-            return super().sample(conversations, *given)
-
-    found = []
-    for _ in range(4):
-        rows = []
-        policy = SamplerPolicy(Rows([[say("x")] * 3] * 32), chat(), LIMITS)
-        limits = LIMITS.model_copy(update={"max_turns": 20})
-        rollout = Rollout(policy, chat(), {"desk": Domain(name="desk", loop=loop)}, limits, True)
-        rollout([RolloutRequest(task=make_task(), trial=n, key=n) for n in range(8)])
-        found.append(rows)
-    assert found[1:] == found[:1] * 3
 
 
 def test_the_numbers_of_a_conversation_do_not_depend_on_when_it_begins():

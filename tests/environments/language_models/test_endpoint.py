@@ -125,22 +125,6 @@ def test_a_certificate_that_is_not_trusted_is_no_outage(has_answered, pauses, mo
     assert caught.value.for_all and pauses == []
 
 
-def test_https_where_there_is_no_tls_is_no_outage(server, pauses):
-    with pytest.raises(Refused, match=r"WRONG_VERSION_NUMBER.* give http://") as caught:
-        Client(server.url.replace("http:", "https:"))()
-    assert (caught.value.for_all, pauses, server.bodies) == (True, [], [])
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [("SSL_CERT_FILE", "no/such.pem"), ("HTTPS_PROXY", "htp://x"), ("ALL_PROXY", "http://[::1")],
-)
-def test_variables_that_no_client_can_use_are_refused_at_the_start(name, value, monkeypatch):
-    monkeypatch.setenv(name, value)
-    with pytest.raises(UserError, match=r"^customer_url: https://x cannot be called \(.*SSL_CERT"):
-        Client("https://x")
-
-
 @pytest.mark.parametrize("key", ["schlüssel-17", "key-of\x00a-user", "key-of\na-user"])
 def test_a_key_that_no_header_can_hold_is_refused_and_not_printed(key):
     with pytest.raises(UserError, match=r"^customer_key: ") as caught:

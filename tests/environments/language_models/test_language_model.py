@@ -147,14 +147,6 @@ def test_what_has_no_answer_is_not_paid_again_when_it_is_asked_again(tmp_path, t
         assert customers.ended == ""
 
 
-def test_the_thoughts_in_a_file_of_answers_are_left_out(tmp_path):
-    thought = {"role": "assistant", "content": "<think>3</think>8"}
-    with serving() as server:
-        customers = customers_of(server.url, tmp_path)
-        customers.cache.put(key_of("m", 0.0, 0, [YES], []), thought, 10)
-        assert asyncio.run(customers.ask([YES]))["content"] == "8" and server.bodies == []
-
-
 @pytest.mark.parametrize(
     ("refusal", "remedy"),
     [

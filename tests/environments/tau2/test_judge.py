@@ -115,14 +115,6 @@ def test_an_episode_without_a_verdict_is_left_out(checkout_path, tmp_path):
     )
 
 
-def test_results_say_who_judges_how_many_tasks(checkout_path):
-    about = load_domains(config_of(checkout_path))["retail"].about()
-    assert about["reward"] == "official"
-    assert about["judge"] == "m at temperature 0.5"
-    assert about["nl_assertions_judged"] == {"train": 1, "validation": 0, "test": 1}
-    assert "nl_assertions_not_checked" not in about
-
-
 def test_a_judge_is_needed_for_the_official_reward(checkout_path):
     data = {"tau2": str(checkout_path), "domains": ["retail"]}
     with pytest.raises(UserError) as refused:

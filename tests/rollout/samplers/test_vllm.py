@@ -296,54 +296,55 @@ def change(reply, **changes):
             setattr(of, name, value(getattr(of, name)))
 
 
-WRONG = {
-    "no log-probabilities": {"logprobs": lambda x: None},
-    "too few log-probabilities": {"logprobs": lambda x: x[1:]},
-    "those of other tokens": {"logprobs": lambda x: [{-5: of[next(iter(of))]} for of in x]},
-    "numbers": {"logprobs": lambda x: [-0.5 for _ in x]},
-    "no number": {
-        "logprobs": lambda x: [{t: SimpleNamespace(logprob=None) for t in of} for of in x]
-    },
-    "tokens as text": {"token_ids": lambda x: [str(token) for token in x]},
-    "tokens as floats": {"token_ids": lambda x: [float(token) for token in x]},
-    "two messages": {"outputs": lambda x: x * 2},
-    "another request": {"request_id": lambda x: "of another"},
-    "no prompt": {"prompt_token_ids": lambda x: None},
+OTHER_FORM = "replied in another form: [^\\n]+"
+SAMPLED = "sampled {} tokens, and 1 to 12 were asked"
+OUTSIDE = "sampled the token {}, and the vocabulary ends at [0-9]+"
+
+
+def of_token(token):
+    """A reply of this token alone, with a log-probability."""
+    logprob = SimpleNamespace(logprob=-0.5)
+    return {"token_ids": lambda x: [token], "logprobs": lambda x: [{token: logprob}]}
+
+
+def repeated(times):
+    return {name: lambda x: (x * 13)[:times] for name in ("token_ids", "logprobs")}
+
+
+WRONG = {  # what changes in a reply, and what is told
+    "no log-probabilities": ({"logprobs": lambda x: None}, OTHER_FORM),
+    "too few log-probabilities": ({"logprobs": lambda x: x[1:]}, OTHER_FORM),
+    "those of other tokens": (
+        {"logprobs": lambda x: [{-5: of[next(iter(of))]} for of in x]},
+        OTHER_FORM,
+    ),
+    "numbers": ({"logprobs": lambda x: [-0.5 for _ in x]}, OTHER_FORM),
+    "no number": (
+        {"logprobs": lambda x: [{t: SimpleNamespace(logprob=None) for t in of} for of in x]},
+        OTHER_FORM,
+    ),
+    "tokens as text": ({"token_ids": lambda x: [str(token) for token in x]}, OTHER_FORM),
+    "tokens as floats": ({"token_ids": lambda x: [float(token) for token in x]}, OTHER_FORM),
+    "two messages": ({"outputs": lambda x: x * 2}, OTHER_FORM),
+    "another request": ({"request_id": lambda x: "of another"}, OTHER_FORM),
+    "no prompt": ({"prompt_token_ids": lambda x: None}, OTHER_FORM),
+    "no tokens": (repeated(0), SAMPLED.format(0)),
+    "too many tokens": (repeated(13), SAMPLED.format(13)),
+    "a token below the vocabulary": (of_token(-1), OUTSIDE.format(-1)),
+    "a token above the vocabulary": (of_token(100_000), OUTSIDE.format(100_000)),
 }
 
 
 @pytest.mark.parametrize("what", WRONG)
-def test_a_reply_of_another_form_ends_the_run_by_name(vllm, monkeypatch, what):
+def test_a_reply_that_no_engine_gives_ends_the_run_by_name(vllm, monkeypatch, what):
     _, sampler = made()
-    monkeypatch.setattr(vllm, "REPLIES", [partial(change, **WRONG[what])])
+    changes, why = WRONG[what]
+    monkeypatch.setattr(vllm, "REPLIES", [partial(change, **changes)])
     (conversation,) = sampler.open([PROMPT], [1])
-    with pytest.raises(EngineError, match=r"^vLLM's engine replied in another form: [^\n]+$"):
+    with pytest.raises(EngineError, match=rf"^vLLM('s engine)? {why}$"):
         sampler.sample([conversation], [12])
     with suppress(EngineError):
         sampler.close(conversation)  # as a run does that ends
-
-
-@pytest.mark.parametrize("times", [0, 13])
-def test_a_message_without_tokens_or_with_too_many_ends_the_run_by_name(vllm, monkeypatch, times):
-    _, sampler = made()
-    longer = {name: lambda x: (x * 13)[:times] for name in ("token_ids", "logprobs")}
-    monkeypatch.setattr(vllm, "REPLIES", [partial(change, **longer)])
-    why = f"^vLLM's engine sampled {times} tokens, and 1 to 12 were asked$"
-    with pytest.raises(EngineError, match=why):
-        message(sampler, 1)
-
-
-@pytest.mark.parametrize("token", [-1, 100_000])
-def test_a_token_outside_the_vocabulary_ends_the_run_by_name(vllm, monkeypatch, token):
-    model, sampler = made()
-    size = model.config.vocab_size
-    found = {"logprobs": lambda x: [{size - 1: vllm.Logprob(-0.5), token: vllm.Logprob(-0.5)}]}
-    monkeypatch.setattr(vllm, "REPLIES", [partial(change, token_ids=lambda x: [size - 1], **found)])
-    assert message(sampler, 1).ids == [size - 1]
-    monkeypatch.setattr(vllm, "REPLIES", [partial(change, token_ids=lambda x: [token], **found)])
-    why = f"vLLM sampled the token {token}, and the vocabulary ends at {size}"
-    with pytest.raises(EngineError, match=why):
-        message(sampler, 1)
 
 
 CALLS = {"add_request": [], "add_lora": ["--use-peft"], "collective_rpc": []}
