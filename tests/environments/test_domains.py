@@ -8,7 +8,6 @@ import pytest
 from datasets import Dataset
 
 from pipeline.checkpoints.run_folder import write_manifest
-from pipeline.common.errors import UserError
 from pipeline.config.settings import Config, DataSettings
 from pipeline.environments import load_domains
 from pipeline.environments.demonstrations import demonstrations_of
@@ -19,7 +18,7 @@ from pipeline.models.tiny import tiny_model
 from pipeline.preflight.parts import prepare
 from pipeline.training.sft import IGNORED, encode, sft_examples
 from tests.support.helpers import save_tasks, tokenizer
-from tests.support.messages import says
+from tests.support.messages import refusal, says
 
 BANK = '''
 import json
@@ -121,14 +120,6 @@ def own(tmp_path, monkeypatch):
 
 def is_in(module, folder) -> bool:
     return str(getattr(module, "__file__", None) or "").startswith(str(folder))
-
-
-def refusal(call, *arguments) -> str:
-    with pytest.raises(UserError) as refused:
-        call(*arguments)
-    message = str(refused.value)
-    assert "\n" not in message
-    return message
 
 
 # What a module may say of its domain

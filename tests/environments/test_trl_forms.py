@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 from datasets import Dataset
 
-from pipeline.common.errors import UserError
 from pipeline.config.cli import parse
 from pipeline.config.settings import Config
 from pipeline.environments import load_domains
@@ -31,6 +30,7 @@ from tests.support.helpers import (
     rollout_of,
     say,
 )
+from tests.support.messages import refusal
 
 FORMS = "tests.support.trl_forms"
 LIMITS = {"max_tokens": 1500, "max_tokens_per_turn": 100, "max_tool_result_tokens": 200}
@@ -55,12 +55,6 @@ def config_of(environments, rollout=LIMITS, **data):
 
 def domain_of(name, **data):
     return load_domains(config_of({"own": f"{FORMS}:{name}"}, **data))["own"]
-
-
-def refusal(function, *arguments):
-    with pytest.raises(UserError) as refused:
-        function(*arguments)
-    return str(refused.value)
 
 
 @pytest.fixture

@@ -38,7 +38,6 @@ from pipeline.checkpoints import checkpoint
 from pipeline.checkpoints.checkpoint import TrainState
 from pipeline.checkpoints.run_folder import read_state
 from pipeline.common import children
-from pipeline.common.errors import UserError
 from pipeline.config.settings import ModelSettings
 from pipeline.models import lora
 from pipeline.models.loading import load_folder, load_model
@@ -47,7 +46,7 @@ from pipeline.rollout.samplers.own import RowSampler
 from scripts.proofs.grid import small_model
 from tests.rollout.samplers.test_generate import play, recomputed
 from tests.support.helpers import tokenizer
-from tests.support.messages import says
+from tests.support.messages import refusal, says
 from tests.support.trial import trial
 
 IDS = torch.tensor([[1, 2, 3, 4, 5, 6, 7, 8], [8, 7, 6, 5, 4, 3, 2, 1]])
@@ -117,14 +116,6 @@ def logits(model):
 
 def trained(model):
     return {name: p for name, p in model.named_parameters() if p.requires_grad}
-
-
-def refusal(call, *arguments, **settings) -> str:
-    with pytest.raises(UserError) as refused:
-        call(*arguments, **settings)
-    message = str(refused.value)
-    assert "\n" not in message
-    return message
 
 
 # What is trained

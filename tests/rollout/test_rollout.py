@@ -156,20 +156,19 @@ def test_ends_that_are_no_ids_are_refused_in_one_line(tmp_path, listed):
 # Stop reasons
 
 
-def test_max_turns_ends_an_episode_after_so_many_messages():
-    limits = LIMITS.model_copy(update={"max_turns": 3})
-    trajectory = play(*[call("look", item="lamp")] * 3, limits=limits)
-    assert trajectory.stop_reason is StopReason.MAX_TURNS
-    assert trajectory.num_turns == 3
+@pytest.mark.parametrize(
+    ("messages", "limits", "reason", "num_results"),
+    [
+        ([call("look", item="lamp")] * 3, {"max_turns": 3}, StopReason.MAX_TURNS, 3),
+        ([say("done done done")], {"max_tokens_per_turn": 4}, StopReason.MAX_TOKENS, 0),
+        ([MALFORMED], {"max_malformed_calls": 0}, StopReason.MALFORMED_CALL, 1),
+    ],
+)
+def test_a_limit_ends_an_episode_after_its_last_message(messages, limits, reason, num_results):
+    trajectory = play(*messages, limits=LIMITS.model_copy(update=limits))
+    assert (trajectory.stop_reason, trajectory.num_turns) == (reason, len(messages))
     assert trajectory.loss_mask[-1]  # no reply after the last message
-    assert len(results(trajectory)) == 3
-
-
-def test_a_message_cut_at_its_limit_ends_the_episode():
-    limits = LIMITS.model_copy(update={"max_tokens_per_turn": 4})
-    trajectory = play(say("done done done"), limits=limits)
-    assert trajectory.stop_reason is StopReason.MAX_TOKENS
-    assert trajectory.num_sampled_tokens == 4
+    assert len(results(trajectory)) == num_results
     assert trajectory.reward == 0.0
 
 
@@ -194,11 +193,6 @@ def test_a_malformed_call_is_answered_and_one_too_many_ends_the_episode():
     assert answers[0].startswith('{"error": "malformed call: ')
     assert answers[1] == '{"lamp": "seen "}'
     assert trajectory.reward == 0.0
-
-
-def test_no_malformed_call_may_be_allowed():
-    limits = LIMITS.model_copy(update={"max_malformed_calls": 0})
-    assert play(MALFORMED, limits=limits).stop_reason is StopReason.MALFORMED_CALL
 
 
 # What the model does wrong is shown to it

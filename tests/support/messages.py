@@ -8,10 +8,10 @@ import pytest
 from pipeline.common.errors import UserError
 
 
-def refusal(call: Callable[..., Any], *arguments: Any) -> str:
+def refusal(call: Callable[..., Any], *arguments: Any, **settings: Any) -> str:
     """What the UserError of a call says, which is one line."""
     with pytest.raises(UserError) as caught:
-        call(*arguments)
+        call(*arguments, **settings)
     message = str(caught.value)
     assert "\n" not in message
     return message
