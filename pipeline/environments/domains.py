@@ -13,7 +13,8 @@ results, as JSON values by name. `FAMILY_SHARES`, a dict or a function that retu
 shares of the training draws by task family; the other families share the rest in proportion to
 their numbers of tasks.
 
-Instead of a class, the setting may name a function that returns a `Domain`.
+Instead of a class, the setting may name a function that returns environments or a whole
+`Domain`, or a loop, which plays the episodes itself (`Play`).
 """
 
 import inspect
