@@ -3,12 +3,9 @@
 import json
 import shutil
 
-from pipeline.checkpoints.checkpoint import Checkpointer, TrainState
 from pipeline.checkpoints.run_folder import read_state
 from pipeline.checkpoints.trained import open_checkpoint
 from pipeline.config.cli import parse
-from pipeline.config.settings import RunSettings
-from pipeline.distributed.ranks import Ranks
 from pipeline.evaluation.evaluate import mean_success
 from pipeline.run_state import open_run
 from scripts.proofs.ranks import play_ranks
@@ -69,19 +66,6 @@ def test_the_best_checkpoint_survives_a_kill_and_later_checkpoints(tmp_path):
     assert read_state(folder / "step-000004")["step"] == 4
     assert open_checkpoint(tmp_path / "out", "best").path == folder / "step-000004"
     assert open_checkpoint(tmp_path / "out").path == folder / "stage-1-sums"
-
-
-def test_a_best_checkpoint_that_is_gone_is_told_and_forgotten(tmp_path, capsys):
-    state = TrainState(best={"checkpoint": "step-000004", "step": 4, "success": 0.875})
-    ranks = Ranks(0, 1, 60)
-    best = tmp_path / "checkpoints" / "step-000004"
-    best.mkdir(parents=True)
-    Checkpointer(tmp_path, ranks, RunSettings(), state, None)
-    assert state.best["step"] == 4 and not capsys.readouterr().err
-    best.rmdir()
-    Checkpointer(tmp_path, ranks, RunSettings(), state, None)
-    assert state.best == {}
-    says(capsys.readouterr().err, "keep_best", "step-000004 is gone")
 
 
 def test_the_mean_over_domains_needs_every_domain():

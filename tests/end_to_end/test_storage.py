@@ -1,19 +1,13 @@
 """What befalls a run's folder under it is one line and exit code 1, and nothing is written anew."""
 
 import contextlib
-import errno
 import io
 import os
 from functools import partial
 from pathlib import Path
 
 import pytest
-import torch
-from safetensors import SafetensorError
 
-from pipeline.checkpoints.checkpoint import Checkpointer, TrainState
-from pipeline.config.settings import RunSettings
-from pipeline.distributed.ranks import Ranks
 from pipeline.run import main
 from pipeline.run_state import open_run
 from scripts.proofs.ranks import play_ranks
@@ -81,41 +75,3 @@ def test_a_disk_that_is_full_at_the_start_is_one_line(tmp_path):
     assert code == 1
     (line,) = (line for line in said.splitlines() if not line.startswith("running on"))
     says(line, f"error: output_dir: the disk of {tmp_path} is full", "start again in another")
-
-
-def fault_of(error: BaseException, folder: Path):
-    """The fault of the machine that a run on one rank would report."""
-    ranks = Ranks(0, 1, 60)
-    checkpointer = Checkpointer(folder, ranks, RunSettings(), TrainState(), None)
-    return checkpointer.machine_fault(error)
-
-
-def save_optimizer() -> None:
-    with open("/dev/full", "wb") as file:
-        torch.save({"state": torch.zeros(1 << 16)}, file)
-
-
-def save_weights() -> None:
-    """What safetensors 0.6 says on a full disk; it would put a file in the place of /dev/full."""
-    raise SafetensorError(
-        "Error while serializing: I/O error: No space left on device (os error 28)"
-    )
-
-
-def save_tokenizer() -> None:
-    """What tokenizers say."""
-    raise Exception("No space left on device (os error 28)")
-
-
-@pytest.mark.parametrize("save", [save_optimizer, save_weights, save_tokenizer])
-def test_a_full_disk_is_known_whichever_library_meets_it(tmp_path, save):
-    (tmp_path / ".lock").touch()
-    with pytest.raises(Exception, match="No space left on device") as raised:
-        save()
-    assert "is full (No space left on device)" in str(fault_of(raised.value, tmp_path))
-
-
-def test_other_failures_are_none_of_the_machine_s(tmp_path):
-    (tmp_path / ".lock").touch()
-    for error in (OSError(errno.EACCES, "denied"), RuntimeError("inline_container.cc"), KeyError()):
-        assert fault_of(error, tmp_path) is None

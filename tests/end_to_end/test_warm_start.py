@@ -4,7 +4,6 @@ import gc
 import json
 import re
 from importlib import import_module
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,19 +17,17 @@ from pipeline.checkpoints.run_folder import find_checkpoint, read_state
 from pipeline.common.errors import UserError
 from pipeline.config.cli import flag, parse
 from pipeline.config.domain_names import EMBEDDED_DOMAINS
-from pipeline.config.settings import Config, ModelSettings, RolloutSettings
+from pipeline.config.settings import Config, RolloutSettings
 from pipeline.distributed.ranks import Interrupted, Ranks, parameter_hash
 from pipeline.distributed.sharding import shard_model, whole
 from pipeline.environments.discovery import tool_schemas
 from pipeline.environments.domains import Domain
 from pipeline.environments.experts import run_expert
-from pipeline.models import lora
 from pipeline.models.layers import outer_layers
 from pipeline.models.tiny import tiny_model
 from pipeline.preflight.parts import prepare
 from pipeline.rollout.limits import check_limits
 from pipeline.rollout.rollout import RolloutRequest
-from pipeline.training import token_logprobs
 from pipeline.training.demonstration_checks import check_demonstrations
 from pipeline.training.sft import (
     IGNORED,
@@ -39,7 +36,6 @@ from pipeline.training.sft import (
     fine_tune,
     learning_rate_at,
     sft_examples,
-    share_of,
     warm_start_schedule,
 )
 from scripts.proofs.ranks import play_ranks
@@ -288,16 +284,6 @@ def test_each_pass_over_the_file_takes_every_row_once_in_an_order_of_its_own(tmp
 # Training
 
 
-@pytest.mark.parametrize(
-    ("group", "shares"), [(0, ["a", "bc", "de"]), (1, ["ad", "be", "c"]), (2, ["ab", "cd", "e"])]
-)
-def test_neighbours_of_a_step_come_to_the_same_rank(group, shares):
-    """So that it computes their common prefixes once; in groups, the ranks take turns."""
-    rows = [{"input_ids": [ord(name)], "labels": [IGNORED]} for name in "ecadb"]
-    everyone = [share_of(rows, SimpleNamespace(rank=rank, num_ranks=3), group) for rank in range(3)]
-    assert ["".join(chr(row["input_ids"][0]) for row in of) for of in everyone] == shares
-
-
 def test_the_learning_rate_is_that_of_transformers():
     ours = Schedule(9, batch_size=1, learning_rate=2e-3, num_warmup_steps=3)
     optimizer = torch.optim.SGD([torch.zeros(1)], lr=2e-3)
@@ -307,50 +293,6 @@ def test_the_learning_rate_is_that_of_transformers():
         assert learning_rate_at(step, ours) == pytest.approx(schedule.get_last_lr()[0])
         optimizer.step()
         schedule.step()
-
-
-LOGITS_OF = token_logprobs.logits_of
-
-
-def train_in_parts(budget):
-    """Parameters after adapters' warm start in micro-batches of so many tokens; the longest logits.
-
-    The logits are in chunks of 16 tokens.
-    """
-    accelerator = Accelerator()
-    model = lora.attach(tiny_model(tokenizer(), seed=1), ModelSettings(lora_r=2), "base", 0)
-    chunks = []
-    settings = config(steps=2, batch_size=4)
-
-    def watched(head, hidden, weight_VH):
-        chunks.append(len(hidden))
-        return LOGITS_OF(head, hidden, weight_VH)
-
-    token_logprobs.logits_of = watched
-    token_logprobs.LOGITS_PER_CHUNK = 16 * model.get_input_embeddings().num_embeddings
-    settings = settings.changed("grpo", max_tokens_per_microbatch=budget)
-    examples = sft_examples(settings, chat(), embedded("airline"))
-    fine_tune(
-        settings, accelerator, Ranks(0, 1, 60), model, examples, warm_start_schedule(settings)
-    )
-    return {name: p.detach().numpy() for name, p in model.named_parameters()}, max(chunks)
-
-
-def train_twice():
-    return train_in_parts(10**6), train_in_parts(1)
-
-
-def test_adapters_learn_the_same_in_micro_batches_without_whole_logits_and_the_base_stays():
-    (((whole, rows), (parts, most)),) = play_ranks(train_twice, 1)
-    before = dict(tiny_model(tokenizer(), seed=1).named_parameters())
-    assert 8 < rows <= 16 and 8 < most <= 16  # chunks of nearly equal size
-    assert all(abs(parts[name] - whole[name]).max() <= 1e-5 for name in whole)
-    moved = {name for name in whole if ".lora_B" in name and whole[name].any()}
-    assert len(moved) == 21  # seven layers of each of three blocks
-    held = [n.removeprefix("base_model.model.").replace(".base_layer", "") for n in whole]
-    pairs = [(before[n], v) for n, v in zip(held, whole.values(), strict=True) if n in before]
-    assert len(pairs) == len(before)
-    assert all((old.detach().numpy() == new).all() for old, new in pairs)
 
 
 def train_on_this_rank(deterministic):

@@ -3,10 +3,8 @@
 import json
 import subprocess
 import sys
-from types import SimpleNamespace
 
 import pytest
-from torch.distributed.fsdp import FSDPModule
 
 from tests.support import ROOT
 
@@ -24,27 +22,3 @@ def test_the_parts_of_one_process_find_what_must_be(tmp_path):
     figures = json.loads((tmp_path / "found.json").read_text(encoding="utf-8"))["figures"]
     assert figures["logprobs_mean"] <= 1e-5 and figures["loss_gap"] == 0.0
     assert figures["update_tokens_per_s"] > 0 and 0 < figures["sampling_of_bound"] < 1
-
-
-def test_without_torch_2_13_the_sharded_part_is_skipped(monkeypatch, tmp_path):
-    monkeypatch.syspath_prepend(str(SCRIPT.parent))
-    from gpu import Bench, rows_of
-
-    monkeypatch.delattr(FSDPModule, "reset_iter_state", raising=False)
-    bench = Bench(SimpleNamespace(device="cpu", shape="tiny"), tmp_path)
-    ((name, text, is_right),) = rows_of(bench.sharded, "sharded")
-    assert (name, is_right) == ("sharded, one rank", None)
-    assert text.startswith("needs torch 2.13, here is 2.")
-
-
-def test_a_part_that_fails_is_one_row(monkeypatch):
-    monkeypatch.syspath_prepend(str(SCRIPT.parent))
-    from gpu import rows_of
-
-    def broken():
-        yield "first", "fine", True
-        raise RuntimeError("no\nroute")
-
-    ((name, text, is_right),) = rows_of(broken, "exchange")
-    assert (name, is_right) == ("exchange", False)
-    assert text.startswith("failed after 0 s: no route")

@@ -437,6 +437,7 @@ def play_beside_the_stand_in(*arguments, folder, **given):
     [pytest.param([], marks=pytest.mark.proof), ["--use-peft"]],
     ids=["whole", "adapters"],
 )
+@pytest.mark.whole_run
 def test_an_engine_that_fails_is_named_and_ranks_and_the_resume_change_no_draw(flags, tmp_path):
     one, two = tmp_path / "one", tmp_path / "two"
     play_beside_the_stand_in(*RUN, *flags, folder=one, num_ranks=1)
