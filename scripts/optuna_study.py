@@ -7,239 +7,160 @@ The search maximizes success on validation tasks, the mean over domains in the l
 run. Held-out tasks of the test split are not used. A trial gets SIGTERM if its success at a step is
 below the median of earlier trials at the step; the run then saves and ends. After Ctrl-C or
 SIGTERM, the same command continues the study, and resumes the interrupted trial from its last
-checkpoint. Several processes may share a `--storage`; each process runs one trial at a time. Flags
-after `--` are passed to every run. Needs `pip install optuna` (the extra `search`).
-
-Exit codes: 0 done, 1 no trial was completed, 2 a mistake in the command, 75 interrupted.
+checkpoint. Flags after `--` are passed to every run. Needs `pip install optuna` (the extra
+`search`).
 """
 
-from __future__ import annotations
-
 import argparse
-import importlib.util
-import json
-import re
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from pipeline.commands.sweep import flags_of, split_values
-from pipeline.common.errors import INTERRUPTED, UserError, nearest
-from pipeline.config.cli import flag, parse
-from pipeline.config.recipe import SETTINGS
+from pipeline.commands.sweep import split_values
+from pipeline.common.errors import UserError
+from pipeline.config.cli import Parser, flags_of, parse
+from pipeline.config.recipe import SETTINGS, full_name
+from pipeline.report.run_files import read_metrics
+from pipeline.run import guarded
 
 RUN = (sys.executable, str(Path(__file__).resolve().parents[1] / "pipeline" / "run.py"))
-NUMBER = r"[+-]?[0-9]*\.?[0-9]+(?:[eE][+-]?[0-9]+)?"
 POLL_S = 0.5  # seconds between reads of a run's metrics
-
-Searches = Mapping[str, Any]  # {setting: Optuna's distribution of its values}
-
-
-def parse_search(words: Sequence[str]) -> dict[str, Any]:
-    """Parse `learning_rate=1e-4..1e-3:log`, `tasks_per_step=8..32` or `loss_type=dapo,grpo`.
-
-    UserError for an unknown setting or a wrong range.
-    """
-    from optuna.distributions import (
-        CategoricalDistribution,
-        FloatDistribution,
-        IntDistribution,
-    )
-
-    known = {flag(*key)[2:].replace("-", "_"): field.annotation for key, field in SETTINGS.items()}
-    found: dict[str, Any] = {}
-    for word in words:
-        name, _, values = word.partition("=")
-        if name not in known:
-            near = nearest(name, known)
-            hint = f"did you mean {near}?" if near else "name settings of the recipe"
-            raise UserError(f"--search: got {name!r}; {hint}")
-        ends = re.fullmatch(rf"({NUMBER})\.\.({NUMBER})(:log)?", values)
-        if ends is None:
-            if not values or ".." in values:
-                raise UserError(f"--search: got {word!r}; write {name}=LOW..HIGH[:log] or A,B")
-            found[name] = CategoricalDistribution(split_values(values))
-            continue
-        low = float(ends[1])
-        high = float(ends[2])
-        is_log = bool(ends[3])
-        if low >= high or (is_log and low <= 0):
-            raise UserError(f"--search: got {word!r}; give LOW below HIGH, and above 0 with :log")
-        if "float" in str(known[name]):
-            found[name] = FloatDistribution(low, high, log=is_log)
-        else:
-            found[name] = IntDistribution(int(low), int(high), log=is_log)
-    return found
-
-
-def validations(folder: Path) -> Iterator[tuple[int, float]]:
-    """Step and mean success over domains of each validation of a run."""
-    path = folder / "metrics.jsonl"
-    for line in path.read_text(encoding="utf-8").splitlines(True) if path.is_file() else ():
-        record = json.loads(line) if line.endswith("\n") else {}
-        if record.get("kind") == "validation":
-            found = [v for key, v in record.items() if re.fullmatch("validation/.*/success", key)]
-            if found:
-                yield record["step"], fmean(found)
-
-
-class Study:
-    """Runs the trials of an Optuna study in one folder."""
-
-    def __init__(self, study: Any, folder: Path, searches: Searches, flags: Sequence[str]) -> None:
-        self.study = study
-        self.folder = folder
-        self.searches = searches
-        self.flags = flags
-        self.command: Sequence[str] = RUN
-
-    def run(self, num_trials: int) -> None:
-        """Run trials until `num_trials` trials of the study are finished, or have failed now."""
-        from optuna.trial import TrialState
-
-        finished = self.study.get_trials(states=(TrialState.COMPLETE, TrialState.PRUNED))
-        for _ in range(num_trials - len(finished)):
-            trial = self.study.ask(dict(self.searches))
-            name = trial.user_attrs.get("folder", f"trial-{trial.number:04d}")
-            trial.set_user_attr("folder", name)
-            flags = flags_of({key: str(value) for key, value in trial.params.items()})
-            try:
-                said = self._play(trial, self.folder / name, flags)
-            except KeyboardInterrupt:
-                self.study.tell(trial, state=TrialState.FAIL)
-                self.study.enqueue_trial(trial.params, {"folder": name})
-                raise
-            print(f"{name}: {said}  {' '.join(flags)}", flush=True)
-
-    def _play(self, trial: Any, folder: Path, flags: Sequence[str]) -> str:
-        """Make a run, report its validations to Optuna, and return what became of the trial."""
-        from optuna.trial import TrialState
-
-        words = [*self.command, *self.flags, *flags, "--output-dir", str(folder)]
-        log = folder.with_suffix(".log")
-        seen: dict[int, float] = {}
-        with log.open("ab") as file:
-            process = subprocess.Popen(
-                [*words, "--resume-from-checkpoint", "auto"], stdout=file, stderr=subprocess.STDOUT
-            )
-        try:
-            ended = False
-            while not ended:
-                ended = _has_ended(process)
-                for step, success in validations(folder):
-                    if step in seen:
-                        continue
-                    seen[step] = success
-                    trial.report(success, step)
-                    if trial.should_prune() and not ended:
-                        self.study.tell(trial, state=TrialState.PRUNED)
-                        return "pruned"
-        finally:  # A run saves a checkpoint on SIGTERM.
-            if process.poll() is None:
-                process.terminate()
-                process.wait()
-        if process.returncode or not seen:
-            self.study.tell(trial, state=TrialState.FAIL)
-            return f"failed with exit code {process.returncode}, see {log}"
-        value = seen[max(seen)]
-        self.study.tell(trial, value)
-        return f"success {value:.3f}"
-
-
-def _has_ended(process: subprocess.Popen[bytes]) -> bool:
-    """Whether a process has ended, or ends within a moment."""
-    try:
-        process.wait(POLL_S)
-    except subprocess.TimeoutExpired:
-        return False
-    return True
+Suggest = Callable[[Any], Any]  # lets a trial choose the value of a setting
 
 
 def main(argv: list[str]) -> int:
-    options = parser().parse_args(argv)
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--recipe", default="mixed", help="a recipe file, or a shipped one")
+    parser.add_argument("--search", nargs="+", required=True, metavar="SETTING=LOW..HIGH[:log]")
+    parser.add_argument("--trials", type=int, default=20, help="completed or pruned, in total")
+    parser.add_argument("--output-dir", type=Path, default=Path("runs/study"))
+    parser.add_argument("passed_on", nargs="*", help="after --: flags of every run")
+    options = parser.parse_args(argv)
+    if find_spec("optuna") is None:
+        raise UserError("optuna: not installed; pip install optuna")
     flags = ["--config", options.recipe, "--report-to", "none", *options.passed_on]
-    try:
-        if importlib.util.find_spec("optuna") is None:
-            raise UserError("optuna: not installed; pip install optuna")
-        searches = parse_search(options.search)
-        _check(searches, flags)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    study = _open(options)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        Study(study, options.output_dir, searches, flags).run(options.trials)
-    except KeyboardInterrupt:
-        print("interrupted; the same command goes on", file=sys.stderr)
-        return INTERRUPTED
-    return _tell_best(study)
-
-
-def _check(searches: Searches, flags: Sequence[str]) -> None:
-    """Check the flags of all runs, with the ends of each range and all choices."""
-    for name, values in searches.items():
-        for value in getattr(values, "choices", None) or (values.low, values.high):
-            parse([*flags, *flags_of({name: str(value)})])
-    config = parse(list(flags))
+    searches = searches_of(options.search, flags)
+    config = parse(flags)
     every = config.evaluation.validation_steps
     if not 0 < every <= config.grpo.max_steps:
         raise UserError(
             f"validation_steps: got {every} of {config.grpo.max_steps} steps, but trials are "
             "judged by validations; give 1 to max_steps"
         )
-
-
-def _open(options: argparse.Namespace) -> Any:
-    """Load or create the study in its storage."""
-    import optuna
-
-    options.output_dir.mkdir(parents=True, exist_ok=True)
-    optuna.logging.set_verbosity(optuna.logging.ERROR)
-    path = (options.output_dir / "study.db").resolve()
-    study = optuna.create_study(
-        storage=options.storage or f"sqlite:///{path}",
-        study_name=options.study_name,
-        direction="maximize",
-        load_if_exists=True,
-        pruner=optuna.pruners.MedianPruner(n_startup_trials=options.startup_trials),
-    )
-    # The seed differs from the seeds of existing trials.
-    study.sampler = optuna.samplers.TPESampler(seed=options.seed + len(study.trials))
-    return study
-
-
-def _tell_best(study: Any) -> int:
-    from optuna.trial import TrialState
-
-    if not study.get_trials(states=(TrialState.COMPLETE,)):
+    study = open_study(options.output_dir)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    run_trials(study, options.trials, partial(play, searches, options.output_dir, [*RUN, *flags]))
+    if not any(trial.state.name == "COMPLETE" for trial in study.trials):
         print("no trial was completed", file=sys.stderr)
         return 1
     best = study.best_trial
-    flags = flags_of({name: str(value) for name, value in best.params.items()})
-    print(f"best: {best.user_attrs['folder']}, success {best.value:.3f}: {' '.join(flags)}")
+    words = " ".join(flags_of(best.params))
+    print(f"best: {best.user_attrs['folder']}, success {best.value:.3f}: {words}")
     return 0
 
 
-def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+def searches_of(words: Sequence[str], flags: Sequence[str]) -> dict[str, Suggest]:
+    """Return how each setting is suggested, from words such as `replay=0..0.5`.
+
+    Raises UserError for a value that a run with these flags would refuse, and for a wrong range.
+    """
+    from optuna import Trial
+
+    types = {full_name(*setting): str(field.annotation) for setting, field in SETTINGS.items()}
+    searches: dict[str, Suggest] = {}
+    for word in words:
+        name, _, values = word.partition("=")
+        ends = values.removesuffix(":log").split("..")
+        is_range = len(ends) == 2
+        choices = ends if is_range else split_values(values)
+        for value in choices:
+            parse([*flags, *flags_of({name: value})])
+        number = float if "float" in types[name] else int
+        suggest: Any = Trial.suggest_float if number is float else Trial.suggest_int
+        searches[name] = partial(Trial.suggest_categorical, name=name, choices=choices)
+        if is_range:
+            low, high = map(number, ends)
+            is_log = values.endswith(":log")
+            if low >= high or (is_log and low <= 0):
+                why = "give LOW below HIGH, and above 0 with :log"
+                raise UserError(f"--search: got {word!r}; {why}")
+            searches[name] = partial(suggest, name=name, low=low, high=high, log=is_log)
+    return searches
+
+
+def open_study(folder: Path, num_startup_trials: int = 5) -> Any:
+    """Load or create the study in a folder; the first trials are not pruned."""
+    import optuna
+
+    folder.mkdir(parents=True, exist_ok=True)
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
+    study = optuna.create_study(
+        storage=f"sqlite:///{(folder / 'study.db').resolve()}",
+        study_name="search",
+        direction="maximize",
+        load_if_exists=True,
+        pruner=optuna.pruners.MedianPruner(n_startup_trials=num_startup_trials),
     )
-    made.add_argument("--recipe", default="mixed", help="a recipe file, or a shipped one")
-    made.add_argument("--search", nargs="+", required=True, metavar="SETTING=LOW..HIGH[:log]")
-    made.add_argument("--trials", type=int, default=20, help="completed or pruned, in total")
-    made.add_argument("--startup-trials", type=int, default=5, help="before any is pruned")
-    made.add_argument("--seed", type=int, default=0, help="of what is suggested")
-    made.add_argument("--output-dir", type=Path, default=Path("runs/study"))
-    made.add_argument("--storage", help="missing: sqlite, study.db in the output folder")
-    made.add_argument("--study-name", default="search")
-    made.add_argument("passed_on", nargs="*", help="after --: flags of every run")
-    return made
+    # The seed differs from the seeds of existing trials.
+    study.sampler = optuna.samplers.TPESampler(seed=len(study.trials))
+    return study
+
+
+def run_trials(study: Any, num_trials: int, objective: Callable[[Any], float]) -> None:
+    """Run trials until `num_trials` trials of the study are finished, or have failed now."""
+    finished = sum(trial.state.name in ("COMPLETE", "PRUNED") for trial in study.trials)
+    study.optimize(objective, num_trials - finished, catch=ChildProcessError)
+
+
+def play(
+    searches: Mapping[str, Suggest], parent: Path, command: Sequence[str], trial: Any
+) -> float:
+    """Make a run and report its validations; return the success in the last validation."""
+    from optuna import TrialPruned
+
+    name = trial.user_attrs.get("folder", f"trial-{trial.number:04d}")
+    trial.set_user_attr("folder", name)
+    flags = flags_of({setting: suggest(trial) for setting, suggest in searches.items()})
+    folder = parent / name
+    words = [*command, *flags, "--output-dir", str(folder), "--resume-from-checkpoint", "auto"]
+    with folder.with_suffix(".log").open("ab") as log:
+        process = subprocess.Popen(words, stdout=log, stderr=subprocess.STDOUT)
+    outcome = f"failed, see {folder}.log"
+    successes: dict[int, float] = {}
+    try:
+        is_running = True
+        while is_running:
+            time.sleep(POLL_S)
+            is_running = process.poll() is None
+            for line in read_metrics(folder)[0]:
+                if line["kind"] == "validation" and line["step"] not in successes:
+                    rates = [line[key] for key in line if key.endswith("/success")]
+                    successes[line["step"]] = fmean(rates)
+                    trial.report(fmean(rates), line["step"])
+                    if is_running and trial.should_prune():
+                        outcome = "pruned"
+                        raise TrialPruned
+        if process.returncode or not successes:
+            raise ChildProcessError(outcome)
+        outcome = f"success {successes[max(successes)]:.3f}"
+        return successes[max(successes)]
+    except KeyboardInterrupt:
+        outcome = "interrupted; the same command goes on"
+        trial.study.enqueue_trial(trial.params, {"folder": name})
+        raise
+    finally:
+        if process.poll() is None:  # A run saves a checkpoint on SIGTERM.
+            process.terminate()
+            process.wait()
+        print(f"{name}: {outcome}  {' '.join(flags)}", flush=True)
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(guarded(lambda: main(sys.argv[1:]), sys.argv[1:]))

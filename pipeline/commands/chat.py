@@ -1,11 +1,13 @@
 """Lets a checkpoint serve a customer, in the terminal or on a page, with the run's settings."""
 
+import argparse
 import json
 import sys
 from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import chain, count
 from pathlib import Path
+from random import Random
 from typing import Any
 
 from pydantic import BaseModel
@@ -50,30 +52,7 @@ PLAIN = (BaseModel, Mapping, str, bool, int, float, list, tuple, set)
 
 def main(argv: list[str]) -> int:
     """Run `chat RUN`; raises UserError for a mistake of the user."""
-    parser = Parser(prog=command("chat"), description=__doc__, allow_abbrev=False)
-    parser.add_argument("run", type=Path, metavar="RUN", help="folder of a run")
-    parser.add_argument("--domain", help="a domain of the run [the first]")
-    parser.add_argument("--task", metavar="ID", help="id of a task [a held-out task]")
-    parser.add_argument(
-        "--human",
-        action="store_true",
-        help="you type the customer's messages; an empty line ends the conversation",
-    )
-    parser.add_argument("--greedy", action="store_true", help="always take the likeliest token")
-    parser.add_argument(
-        "--seed",
-        type=seed_of,
-        metavar="N",
-        help="chooses the task and the random numbers [the run's seed]",
-    )
-    parser.add_argument(
-        "--checkpoint",
-        default="latest",
-        metavar="NAME",
-        help="name of a checkpoint, latest, or best (of --keep-best) [latest]",
-    )
-    parser.add_argument("--web", action="store_true", help="serve the conversation as a page")
-    options = parser.parse_args(argv)
+    options = parser().parse_args(argv)
     checkpoint = open_checkpoint(options.run, options.checkpoint)
     config = checkpoint.config
     names = config.data.domains
@@ -98,25 +77,15 @@ def main(argv: list[str]) -> int:
     place.tell("task", f"{task.id} {task.family}".rstrip())
     conversation = Conversation(options.human, chat, place)
     limits = config.rollout
-    model_of = partial(
-        LanguageModel, call_timeout=limits.call_timeout, folder=checkpoint.run, name="chat"
-    )
-    hooks: dict[str, Any] = {"reply": conversation.reply, "watch": conversation.watch}
-    hooks["rewards"] = rewards
+    hooks = models_asked(checkpoint, domain, task, options.human)
     if options.human:
-        some = min(NUM_EXAMPLES, len(sets.held_out))
-        others = generator(seed, "examples", name).sample(sets.held_out, some)
-        requests = [task.prompt[-1]["content"] for task in others]
-        place.tell("examples", [str(request).strip() for request in requests if request])
+        place.tell("examples", example_requests(sets, generator(seed, "examples", name)))
         if is_toy(str(checkpoint.path)):
             place.tell("note", "so small a model answers only such requests; else, noise")
         limits = limits.model_copy(update={"call_timeout": NO_DEADLINE_S, "rollout_timeout": None})
-    elif served_domains(config, {name: domain}, {name: [task]}):
+    elif "opening_messages" in hooks:
         place.tell("customer", config.customer.in_words)
-        customers = Customers(model_of("customer", config.customer), [name])
-        hooks["opening_messages"] = customers.opening_messages
-    if config.judge.url is not None:
-        hooks["judge"] = model_of("judge", config.judge).ask
+    hooks |= {"reply": conversation.reply, "watch": conversation.watch, "rewards": rewards}
     rollout = load_rollout(checkpoint, domain, chat, limits, **hooks)
     try:
         for trial in count() if options.web else range(1):
@@ -130,6 +99,56 @@ def main(argv: list[str]) -> int:
     except (KeyboardInterrupt, EOFError):
         print("\nended before the conversation did")
     return 0
+
+
+def parser() -> argparse.ArgumentParser:
+    flags = Parser(prog=command("chat"), description=__doc__, allow_abbrev=False)
+    flags.add_argument("run", type=Path, metavar="RUN", help="folder of a run")
+    flags.add_argument("--domain", help="a domain of the run [the first]")
+    flags.add_argument("--task", metavar="ID", help="id of a task [a held-out task]")
+    flags.add_argument(
+        "--human",
+        action="store_true",
+        help="you type the customer's messages; an empty line ends the conversation",
+    )
+    flags.add_argument("--greedy", action="store_true", help="always take the likeliest token")
+    flags.add_argument(
+        "--seed",
+        type=seed_of,
+        metavar="N",
+        help="chooses the task and the random numbers [the run's seed]",
+    )
+    flags.add_argument(
+        "--checkpoint",
+        default="latest",
+        metavar="NAME",
+        help="name of a checkpoint, latest, or best (of --keep-best) [latest]",
+    )
+    flags.add_argument("--web", action="store_true", help="serve the conversation as a page")
+    return flags
+
+
+def models_asked(
+    checkpoint: RunCheckpoint, domain: Domain, task: Task, is_human: bool
+) -> dict[str, Any]:
+    """Return arguments of Rollout for the models that play the customer and the judge."""
+    config = checkpoint.config
+    timeout = config.rollout.call_timeout
+    model_of = partial(LanguageModel, call_timeout=timeout, folder=checkpoint.run, name="chat")
+    asked: dict[str, Any] = {}
+    if not is_human and served_domains(config, {domain.name: domain}, {domain.name: [task]}):
+        customers = Customers(model_of("customer", config.customer), [domain.name])
+        asked["opening_messages"] = customers.opening_messages
+    if config.judge.url is not None:
+        asked["judge"] = model_of("judge", config.judge).ask
+    return asked
+
+
+def example_requests(sets: TaskSets, random: Random) -> list[str]:
+    """Return requests of some held-out tasks."""
+    tasks = random.sample(sets.held_out, min(NUM_EXAMPLES, len(sets.held_out)))
+    requests = [task.prompt[-1]["content"] for task in tasks]
+    return [str(request).strip() for request in requests if request]
 
 
 def find_task(sets: TaskSets, domain: Domain, task_id: str | None, seed: int) -> Task:

@@ -15,13 +15,8 @@ from pipeline.common.layout import RUN_SETTINGS, run_of_checkpoint
 from pipeline.common.untrusted import one_line, shown
 
 TRAIN = "pipeline.run:main"
-# An evaluation takes the run's own settings, except the folder, the number of ranks, the name and
-# the agent behind an endpoint, which has played the tasks in the run. The tokenizer of a checkpoint
-# has the run's chat template and system prompt.
-ANEW = "--no-grpo --warm-start-steps 0 --rft-rounds 0 --output-dir null --num-gpus null "
-ANEW += "--run-name null --agent-url null --agent-model null --agent-temperature null "
-ANEW += "--chat-template null --system-prompt null "
-ANEW += "--agent-key OPENAI_API_KEY --agent-max-calls null --agent-max-tokens null"
+# Settings that an evaluation does not take from the run.
+ANEW = ("output_dir", "num_gpus", "run_name", "chat_template", "system_prompt")
 
 
 class Command(NamedTuple):
@@ -148,12 +143,22 @@ def evaluate(argv: list[str]) -> int:
 
 
 def settings_of(model: str) -> list[str]:
-    """Return the flags for the settings of the run that made a model, or of evaluate_only."""
+    """Return the flags for the settings of the run that made a model, or of evaluate_only.
+
+    An evaluation takes the run's own settings, except the folder, the number of ranks, the name and
+    the agent behind an endpoint, which has played the tasks in the run. The tokenizer of a
+    checkpoint has the run's chat template and system prompt.
+    """
+    from pipeline.config.cli import flags_of
+    from pipeline.config.settings import AgentSettings
+
     folder = run_of_checkpoint(model) or Path(model)
     settings = folder / RUN_SETTINGS
     if not os.path.isfile(settings):
         return ["--config", "evaluate_only"]
-    return ["--config", str(settings), *ANEW.split()]
+    values = {"use_grpo": False, "warm_start_steps": 0, "rft_rounds": 0}
+    values |= dict.fromkeys(ANEW) | {f"agent_{name}": value for name, value in AgentSettings()}
+    return ["--config", str(settings), *flags_of(values)]
 
 
 def _unknown(name: str, argv: list[str]) -> str:

@@ -19,21 +19,22 @@ import sys
 from collections.abc import Mapping, Sequence
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 from pipeline.common.console import command
 from pipeline.common.errors import UserError
-from pipeline.config.cli import Parser, parse
+from pipeline.config.cli import Parser, flags_of, parse
 from pipeline.distributed.launch import RUN
 from pipeline.report import write
 
 # Settings of the reference run with mixed training.
-MIXED = {"curriculum": "mixed", "order": "none", "stage_steps": "{}", "stage_tasks": "{}"}
+MIXED = {"curriculum": "mixed", "order": [], "stage_steps": {}, "stage_tasks": {}}
 WARM_STARTS = "warm-starts"  # name of a folder
 # Settings that the sweep gives to its runs.
 OWN = ("seed", "num_gpus", "output_dir", "run_name", "resume_from_checkpoint", "config")
-# A warm start needs no stages.
-NO_STAGES = "--max-steps 0 --curriculum mixed --order none --stage-steps {} --stage-tasks {} "
-NO_STAGES += "--validation-steps 0 --plateau-patience 0 --domain-weights {} --rft-rounds 0"
+# Settings of the run that makes a warm start, which needs no stages.
+WARM_START = {"max_steps": 0, **MIXED, "validation_steps": 0, "plateau_patience": 0}
+WARM_START |= {"domain_weights": {}, "rft_rounds": 0}
 
 
 def main(argv: list[str]) -> int:
@@ -99,25 +100,17 @@ def split_values(text: str) -> list[str]:
     return [(v[1:-1] or "none") if v.startswith("[") else v for v in values]
 
 
-def expand(grid: Mapping[str, Sequence[str]]) -> list[dict[str, str]]:
+def expand(grid: Mapping[str, Sequence[str]]) -> list[dict[str, Any]]:
     """Every combination of the grid, and mixed training as the reference."""
-    combinations = [dict(zip(grid, values, strict=True)) for values in product(*grid.values())]
+    combinations: list[dict[str, Any]] = [
+        dict(zip(grid, values, strict=True)) for values in product(*grid.values())
+    ]
     if any(settings.get("curriculum") == "mixed" for settings in combinations):
         return combinations
     return [*combinations, dict(MIXED)]
 
 
-def flags_of(settings: Mapping[str, str]) -> list[str]:
-    """The flags of a configuration; a switch is true or false."""
-    flags: list[str] = []
-    for name, value in settings.items():
-        words = name.replace("_", "-")
-        switch = {"true": [f"--{words}"], "false": [f"--no-{words}"]}
-        flags += switch.get(value, [f"--{words}", value])
-    return flags
-
-
-def label(settings: Mapping[str, str]) -> str:
+def label(settings: Mapping[str, Any]) -> str:
     """The name of a configuration's folder, such as `replay=0.1` or `mixed`."""
     is_mixed = settings.get("curriculum") == "mixed"
     shown = {n: v for n, v in settings.items() if not (is_mixed and MIXED.get(n) == v)}
@@ -129,7 +122,7 @@ def label(settings: Mapping[str, str]) -> str:
 def run(
     folder: Path,
     num_ranks: int,
-    configurations: Sequence[Mapping[str, str]],
+    configurations: Sequence[Mapping[str, Any]],
     seeds: Sequence[int],
     common: Sequence[str],
     has_warm_start: bool,
@@ -143,7 +136,7 @@ def run(
         of_seed = [*common, "--seed", str(seed)]
         if has_warm_start:
             name = f"{WARM_STARTS}/seed-{seed}"
-            if not run_one(folder, name, num_ranks, [*of_seed, *NO_STAGES.split()]):
+            if not run_one(folder, name, num_ranks, [*of_seed, *flags_of(WARM_START)]):
                 failed.append(name)
                 continue
             model = (folder / name).resolve() / "checkpoints" / "warm-start"

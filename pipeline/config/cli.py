@@ -75,6 +75,16 @@ def flag(section: str, name: str) -> str:
     return "--" + full_name(section, name).replace("_", "-")
 
 
+def flags_of(values: Mapping[str, Any]) -> list[str]:
+    """Return the flags that give settings values, or texts of values, by the full names."""
+    flags: list[str] = []
+    for name, value in values.items():
+        words = name.replace("_", "-")
+        switch = {"true": [f"--{words}"], "false": [f"--no-{words}"]}
+        flags += switch.get(_text(value), [f"--{words}", _text(value)])
+    return flags
+
+
 def build_parser(shown: Config) -> argparse.ArgumentParser:
     """Return the parser of all flags. The help shows the settings in `shown` as defaults."""
     parser = Parser(
@@ -139,10 +149,16 @@ def _metavar(annotation: Any) -> str:
 
 
 def _shown(value: Any) -> str:
+    return "" if value is None else f" [{_text(value)}]"
+
+
+def _text(value: Any) -> str:
+    """Return a value as the flag of a setting takes it."""
     if isinstance(value, list):
-        value = ",".join(map(str, value)) or "none"
-    value = str(value).lower() if isinstance(value, bool) else value
-    return "" if value is None else f" [{value}]"
+        return ",".join(map(str, value)) or "none"
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    return str(value)
 
 
 def _value(text: str | bool, annotation: Any, flag: str) -> Any:

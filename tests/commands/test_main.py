@@ -8,10 +8,11 @@ from contextlib import suppress
 
 import pytest
 
-from pipeline.commands.main import ANEW, COMMANDS, main, settings_of
+from pipeline.commands.main import COMMANDS, main, settings_of
 from pipeline.common.console import STARTED_AS
 from pipeline.common.errors import RunError, UserError
 from pipeline.config.cli import parse
+from pipeline.config.settings import AgentSettings
 from pipeline.run import guarded
 from tests.support import ROOT
 
@@ -125,13 +126,13 @@ def test_output_that_nothing_reads_is_no_fault_and_a_full_disk_is_one_line(words
 def test_an_evaluation_takes_the_settings_of_the_run(tmp_path):
     settings = tmp_path / "config.yaml"
     settings.write_text(
-        "recipe: mine\ndata: {domains: [retail]}\nrun: {output_dir: x, num_gpus: 8}"
+        "recipe: mine\ndata: {domains: [retail]}\nrun: {output_dir: x, num_gpus: 8}\n"
+        "agent: {url: http://host/v1, model: big, max_calls: 9, temperature: 1}\n"
     )
     (tmp_path / "checkpoints" / "step-000002").mkdir(parents=True)
     for model in (tmp_path, tmp_path / "checkpoints" / "step-000002"):
-        flags = settings_of(str(model))
-        assert flags == ["--config", str(settings), *ANEW.split()]
-    config = parse(flags)
+        config = parse(settings_of(str(model)))
+        assert config.agent == AgentSettings()
     assert (config.recipe, config.data.domains) == ("mine", ["retail"])
     assert (config.run.output_dir, config.run.num_gpus, config.grpo.use_grpo) == (None, None, False)
     assert settings_of("org/model") == ["--config", "evaluate_only"]

@@ -39,13 +39,7 @@ def test_lists_and_mappings_are_single_values():
     assert sweep.split_values("{a: 1, b: 2},{}") == ["{a: 1, b: 2}", "{}"]
 
 
-def test_flags_are_those_of_the_command_line():
-    assert sweep.flags_of({"learning_rate": "1e-4", "warm_start_steps": "3"}) == [
-        *("--learning-rate", "1e-4", "--warm-start-steps", "3"),
-    ]
-    assert sweep.flags_of({"reference_per_stage": "true", "use_peft": "false"}) == [
-        *("--reference-per-stage", "--no-use-peft"),
-    ]
+def test_a_configuration_has_a_name():
     assert sweep.label({"replay": "0.1", "order": "retail,airline"}) == (
         "replay=0.1-order=retail_airline"
     )

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from trl import GRPOConfig
 
-from pipeline.config.cli import flag, parse
-from pipeline.config.recipe import SETTINGS, dump, instead, load_recipe, trl_names
+from pipeline.config.cli import flag, flags_of, parse
+from pipeline.config.recipe import SETTINGS, dump, full_name, instead, load_recipe, trl_names
 from pipeline.config.rules import left_out
 from pipeline.config.settings import GRPOSettings
 from tests.support import ROOT
@@ -133,6 +133,8 @@ def test_a_shipped_recipe_parses_and_survives_a_round_trip(path, tmp_path):
     written.write_text(dump(config))
     assert config.recipe == path.stem
     assert load_recipe(written) == config
+    values = {full_name(*s): getattr(getattr(config, s[0]), s[1]) for s in SETTINGS}
+    assert parse(flags_of(values)).model_copy(update={"recipe": path.stem}) == config
 
 
 def test_dump_keeps_what_yaml_readers_would_take_for_something_else(tmp_path):
