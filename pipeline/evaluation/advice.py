@@ -28,16 +28,17 @@ STILL_STEPS = 10  # number of steps with signal that tell whether the reward ris
 STILL_RATE = 1e-7  # a lower peak of the learning rate hardly moves a weight
 MAX_ANSWER = 120  # largest number of characters of an answer in a line
 DEAD_STEPS = 10  # number of steps in a row without a gradient that makes a domain dead
-ADVICE = {
-    StopReason.COMPLETED: "check get_reward, or give the warm start demonstrations that succeed",
-    StopReason.MAX_TURNS: "raise max_turns, or give the warm start demonstrations that succeed",
+ADVICE = {  # how an episode ended -> what to do
+    StopReason.COMPLETED: "check {rewards}, or {demonstrate} that succeed",
+    StopReason.MAX_TURNS: "raise max_turns, or {demonstrate} that succeed",
     StopReason.MAX_TOKENS: "raise max_tokens_per_turn and max_tokens, or shorten tool results",
-    StopReason.MALFORMED_CALL: "give the warm start demonstrations of the tools' calls",
+    StopReason.MALFORMED_CALL: "{demonstrate} of the tools' calls",
     StopReason.REPEATED_CALL: "raise max_repeated_calls, or give demonstrations without repeats",
     StopReason.ENVIRONMENT_ERROR: "mend the environment",
 }
-
+TAUGHT = "give the warm start demonstrations"
 UNTAUGHT = "add a warm start (--warm-start-steps) with demonstrations"
+RANDOM = "the model's weights are random; give a warm start (--warm-start-steps)"
 LOOKUPS = ("find", "get")  # prefixes of the names of tools that change nothing
 COPIED = "..."  # stands for an argument that the policy has read in the conversation
 NOTHING = ""  # the decision of an episode whose policy has called no tool that changes something
@@ -71,17 +72,15 @@ def commonest_end(reasons: Counter[StopReason], whose: str, config: Config) -> s
     """Return how most episodes ended, and what to do then."""
     reason = max(StopReason, key=reasons.__getitem__)
     share = 100 * reasons[reason] / max(1, reasons.total())
-    remedy = ADVICE[reason]
-    if reason is StopReason.ENVIRONMENT_ERROR:
-        pass
-    elif config.warm_start.steps:
-        remedy += f"; or raise warm_start.steps ({config.warm_start.steps})"
-    elif not config.is_supervised:
-        remedy = remedy.replace("give the warm start demonstrations", UNTAUGHT)
-        if config.model.model == "tiny":
-            remedy = "the model's weights are random; give a warm start (--warm-start-steps)"
-    if config.data.reward_funcs:
-        remedy = remedy.replace("get_reward", "the reward functions")
+    steps = config.warm_start.steps
+    remedy = ADVICE[reason].format(
+        demonstrate=TAUGHT if config.is_supervised else UNTAUGHT,
+        rewards="the reward functions" if config.data.reward_funcs else "get_reward",
+    )
+    if reason is not StopReason.ENVIRONMENT_ERROR:
+        is_random = config.model.model == "tiny" and not config.is_supervised
+        more = f"; or raise warm_start.steps ({steps})" if steps else ""
+        remedy = RANDOM if is_random else remedy + more
     return f"{share:.0f} % of {whose} episodes ended with {reason}: {remedy}"
 
 
