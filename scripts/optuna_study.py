@@ -77,6 +77,8 @@ def searches_of(words: Sequence[str], flags: Sequence[str]) -> dict[str, Suggest
     searches: dict[str, Suggest] = {}
     for word in words:
         name, _, values = word.partition("=")
+        if not values:
+            raise UserError(f"--search: got {word!r}; write {name}=LOW..HIGH[:log] or A,B")
         ends = values.removesuffix(":log").split("..")
         is_range = len(ends) == 2
         choices = ends if is_range else split_values(values)

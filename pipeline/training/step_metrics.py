@@ -37,6 +37,7 @@ ZERO_STD = {
     "all_solved": ("solved",),
     "too_few_left": ("few",),
 }
+LEFT = "rollout/left_out/"  # begins metrics that are there if they are not 0
 
 
 def rollout_metrics(
@@ -54,68 +55,65 @@ def rollout_metrics(
     `rewards/NAME/std` count the episodes to which the source NAME applies. `num_tokens` is
     `train/num_tokens` of the step before.
     """
-    counts = _counts(batch, config, reward_names)
-    total = dict(zip(counts, ranks.sum([*counts.values()]), strict=True))
-    size = config.rollout.num_generations
+    counts, means = _sums(batch, config, reward_names)
+    totals = iter(ranks.sum([*counts.values(), *chain(*means.values())]))
+    counts = {name: next(totals) for name in counts}
+    means = {name: (next(totals), next(totals)) for name in means}
     domains = config.data.domains
-    episodes = total["episodes"]
-    groups = {d: count for d in domains if (count := total[f"groups {d}"])}
-    judged = {d: count for d in domains if (count := total[f"judged {d}"])}
-    metrics: dict[str, float] = {}
-    if judged:
-        rewards = {domain: total[f"reward {domain}"] for domain in judged}
-        metrics["reward/mean"] = sum(rewards.values()) / sum(judged.values())
-        metrics |= {f"reward/{domain}": rewards[domain] / n for domain, n in judged.items()}
+    played = {d: (int(counts.pop(f"played {d}")), int(counts.pop(f"errors {d}"))) for d in domains}
+    metrics = {name: total / number for name, (total, number) in means.items() if number}
+    rewards = [means[f"reward/{domain}"] for domain in domains]
+    if any(number for _, number in rewards):
+        sums, numbers = zip(*rewards, strict=True)
+        metrics["reward/mean"] = sum(sums) / sum(numbers)
     for name in reward_names:
-        if count := total[f"count {name}"]:
-            mean = total[f"sum {name}"] / count
-            variance = max(0.0, total[f"squares {name}"] - count * mean**2) / max(1, count - 1)
-            metrics |= {f"rewards/{name}/mean": mean, f"rewards/{name}/std": variance**0.5}
+        squares, count = means[f"rewards/{name}/std"]
+        if count:
+            excess = squares - count * metrics[f"rewards/{name}/mean"] ** 2
+            metrics[f"rewards/{name}/std"] = (max(0.0, excess) / max(1, count - 1)) ** 0.5
+    counts["train/num_tokens"] += num_tokens
+    metrics |= {n: c for n, c in counts.items() if c or not n.startswith(LEFT)}
     metrics |= _of_all_episodes(batch.first, ranks)
-    left_out = {f"{kind}/{d}": total[f"left {kind} {d}"] for kind in LEFT_OUT for d in domains}
-    metrics |= {
-        "train/num_tokens": num_tokens + total["all tokens"],
-        "rollout/episodes": episodes,
-        "rollout/sampled_tokens": total["tokens"],
-        "rollout/turns": total["turns"] / episodes,
-        "rollout/tool_errors": total["tool errors"],
-        "rollout/environment_errors": sum(total[f"errors {domain}"] for domain in domains),
-        "rollout/left_out": sum(left_out.values()),
-        **{f"rollout/left_out/{name}": count for name, count in left_out.items() if count},
-    }
-    for kind in ZERO_STD:
-        metrics[f"rollout/{kind}"] = sum(total[f"{kind} {d}"] for d in groups) * size / episodes
-        metrics |= {f"rollout/{kind}/{d}": total[f"{kind} {d}"] / n for d, n in groups.items()}
-    metrics |= {f"rollout/stop/{r}": total[f"stop {r}"] / episodes for r in StopReason}
-    if not config.rollout.max_repeated_calls:
-        del metrics[f"rollout/stop/{StopReason.REPEATED_CALL}"]
     if config.grpo.dynamic_sampling:
         replacements = sum(batch.rounds[1:])
         metrics |= {
             "rollout/rounds": len(batch.rounds) - 1,
             "rollout/replaced_groups": replacements,
-            "rollout/extra_episodes": replacements * size,
+            "rollout/extra_episodes": replacements * config.rollout.num_generations,
         }
-    return metrics, {d: (int(total[f"played {d}"]), int(total[f"errors {d}"])) for d in domains}
+    return metrics, played
 
 
-def _counts(batch: RolloutBatch, config: Config, reward_names: Sequence[str]) -> dict[str, float]:
-    """Return sums over this rank's episodes; all ranks return the names in the same order."""
+def _sums(
+    batch: RolloutBatch, config: Config, reward_names: Sequence[str]
+) -> tuple[dict[str, float], dict[str, tuple[float, float]]]:
+    """Return metrics that are counts, and sums of means with the numbers that divide them.
+
+    They are of this rank's episodes; all ranks return the names in the same order. A mean whose
+    number is 0 on all ranks is left out. The mean `rewards/NAME/std` is that of squares.
+    """
     size = config.rollout.num_generations
     threshold = config.evaluation.success_threshold
     first = batch.first
     played = batch.trajectories
     rewards = torch.tensor([t.reward for t in first], dtype=torch.float64)
     is_zero_std = zero_std_groups(rewards, size, ~is_left_out(first)).tolist()
+    failed = StopReason.ENVIRONMENT_ERROR
+    repeats = bool(config.rollout.max_repeated_calls)
+    ends = [r for r in StopReason if repeats or r is not StopReason.REPEATED_CALL]
     counts: dict[str, float] = {
-        "episodes": len(first),
-        "tokens": sum(t.num_sampled_in_all for t in first),
-        "all tokens": sum(
+        "train/num_tokens": sum(
             len(one.prompt_ids) + one.num_sampled_tokens for t in played for one in t.sequences
         ),
-        "turns": sum(t.num_turns for t in first),
-        "tool errors": sum(t.num_tool_errors for t in played),
-        **{f"stop {r}": sum(t.stop_reason == r for t in first) for r in StopReason},
+        "rollout/episodes": len(first),
+        "rollout/sampled_tokens": sum(t.num_sampled_in_all for t in first),
+        "rollout/tool_errors": sum(t.num_tool_errors for t in played),
+        "rollout/environment_errors": sum(t.stop_reason is failed for t in played),
+        "rollout/left_out": sum(t.left_out in LEFT_OUT for t in played),
+    }
+    means: dict[str, tuple[float, float]] = {
+        "rollout/turns": (sum(t.num_turns for t in first), len(first)),
+        **{f"rollout/stop/{r}": (sum(t.stop_reason == r for t in first), len(first)) for r in ends},
     }
     for domain in config.data.domains:
         judged = [t.reward for t in first if t.domain == domain and not t.left_out]
@@ -123,22 +121,21 @@ def _counts(batch: RolloutBatch, config: Config, reward_names: Sequence[str]) ->
         groups = [i for i in range(0, len(first), size) if first[i].domain == domain]
         outcomes = [_outcome(first[i : i + size], threshold) for i in groups if is_zero_std[i]]
         counts |= {
-            f"reward {domain}": sum(judged),
-            f"judged {domain}": len(judged),
-            f"groups {domain}": len(groups),
             f"played {domain}": len(all_of),
-            f"errors {domain}": sum(t.stop_reason is StopReason.ENVIRONMENT_ERROR for t in all_of),
-            **{f"{kind} {domain}": sum(map(outcomes.count, of)) for kind, of in ZERO_STD.items()},
-            **{f"left {why} {domain}": sum(t.left_out == why for t in all_of) for why in LEFT_OUT},
+            f"errors {domain}": sum(t.stop_reason is failed for t in all_of),
+            **{f"{LEFT}{why}/{domain}": sum(t.left_out == why for t in all_of) for why in LEFT_OUT},
         }
+        means[f"reward/{domain}"] = (sum(judged), len(judged))
+        for kind, of in ZERO_STD.items():
+            means[f"rollout/{kind}/{domain}"] = (sum(map(outcomes.count, of)), len(groups))
+    for kind in ZERO_STD:
+        num_groups = sum(means[f"rollout/{kind}/{domain}"][0] for domain in config.data.domains)
+        means[f"rollout/{kind}"] = (num_groups * size, len(first))
     for name in reward_names:
         paid = [reward for t in first if (reward := t.rewards.get(name)) is not None]
-        counts |= {
-            f"count {name}": len(paid),
-            f"sum {name}": sum(paid),
-            f"squares {name}": sum(reward**2 for reward in paid),
-        }
-    return counts
+        means[f"rewards/{name}/mean"] = (sum(paid), len(paid))
+        means[f"rewards/{name}/std"] = (sum(reward**2 for reward in paid), len(paid))
+    return counts, means
 
 
 def _of_all_episodes(mine: Sequence[Trajectory], ranks: Ranks) -> dict[str, float]:

@@ -87,7 +87,7 @@ def test_every_value_of_the_wandb_sweep_is_taken_by_the_command_line() -> None:
 
 def test_ranges_and_choices_are_suggested() -> None:
     words = ["learning_rate=1e-4..1e-3:log", "tasks_per_step=8..32", "loss_type=dapo,grpo"]
-    searches = optuna_study.searches_of([*words, "replay=0..1"], [])
+    searches = optuna_study.searches_of([*words, "beta=0..1"], [])
     trial = create_study().ask()
     values = {name: suggest(trial) for name, suggest in searches.items()}
     assert trial.params == values
@@ -95,7 +95,7 @@ def test_ranges_and_choices_are_suggested() -> None:
         "learning_rate": FloatDistribution(1e-4, 1e-3, log=True),
         "tasks_per_step": IntDistribution(8, 32),
         "loss_type": CategoricalDistribution(("dapo", "grpo")),
-        "replay": FloatDistribution(0.0, 1.0),
+        "beta": FloatDistribution(0.0, 1.0),
     }
 
 
@@ -103,7 +103,7 @@ def test_ranges_and_choices_are_suggested() -> None:
     ("words", "refusal"),
     [
         (["--search", "learning_rat=0..1"], "unknown flag --learning-rat; did you mean --learning"),
-        (["--search", "beta"], "--beta: got ''"),
+        (["--search", "beta"], "--search: got 'beta'; write beta=LOW..HIGH[:log] or A,B"),
         (["--search", "beta=0..x"], "--beta: got 'x'"),
         (["--search", "beta=1..0"], "--search: got 'beta=1..0'; give LOW below HIGH, and above 0"),
         (["--search", "beta=0..1:log"], "--search: got 'beta=0..1:log'; give LOW below HIGH, and"),
@@ -126,7 +126,7 @@ class PretendedStudy:
 
     def __init__(self, folder: Path, *flags: str, startup: int = 1) -> None:
         self.study = optuna_study.open_study(folder, startup)
-        searches = optuna_study.searches_of(["learning_rate=0..1"], [])
+        searches = optuna_study.searches_of(["learning_rate=1e-3..1"], [])
         command = [sys.executable, "-c", RUN, *flags]
         self.objective = partial(optuna_study.play, searches, folder, command)
 
