@@ -23,8 +23,8 @@ from pipeline.common.console import command
 from pipeline.common.layout import METRICS, TIMINGS, WARNINGS
 from pipeline.common.untrusted import printable
 from pipeline.config.cli import Parser
+from pipeline.report.page_episodes import read_episodes
 from pipeline.report.plots import drawing, pictures
-from pipeline.report.reader_data import read_episodes
 from pipeline.report.run_files import RunData, load_run, reading, transcripts_in
 from pipeline.report.server import HERE, NO_PAGE, PORT, Answer, Page, address_in_words, server_of
 from pipeline.report.status import Status, status_of, variables_of, with_ranks

@@ -27,8 +27,8 @@ from pipeline.common.errors import UserError
 from pipeline.common.untrusted import printable
 from pipeline.config.cli import Parser
 from pipeline.report import comparison
+from pipeline.report.page_episodes import Reader, read_episodes
 from pipeline.report.plots import drawing, pictures
-from pipeline.report.reader_data import Reader, read_episodes
 from pipeline.report.run_files import after_name, before_and_after, load_run, number, reading
 from pipeline.report.tables import (
     METRICS,

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.report.reader_data import read_episodes
+from pipeline.report.page_episodes import read_episodes
 from scripts.proofs.ranks import play_ranks
 from tests.end_to_end.test_own_rewards import run
 from tests.support import ROOT

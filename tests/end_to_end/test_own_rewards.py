@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.report.reader_data import read_episodes
+from pipeline.report.page_episodes import read_episodes
 from pipeline.report.write import write_report
 from pipeline.run import main
 from scripts.proofs.ranks import play_ranks

@@ -8,8 +8,8 @@ import re
 import pytest
 from tokenizers import Tokenizer, decoders, models
 
+from pipeline.report.page_episodes import read_episodes, token_texts_of
 from pipeline.report.plots import pictures
-from pipeline.report.reader_data import read_episodes, token_texts_of
 from pipeline.report.write import rich, sections_of, table, write_report
 from tests.support.browser import Page
 from tests.support.report_runs import (  # noqa: F401
