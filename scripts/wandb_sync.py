@@ -13,8 +13,8 @@ from pipeline.common.errors import UserError
 from pipeline.common.layout import METRICS, RUN_SETTINGS
 from pipeline.common.untrusted import reason_of
 from pipeline.config.recipe import load_recipe
-from pipeline.report.log import WandbFeed
 from pipeline.report.run_files import read_metrics
+from pipeline.report.wandb import WandbFeed
 
 
 def exit_code_of(command: Callable[[], None]) -> int:

@@ -9,128 +9,20 @@ import importlib
 import importlib.util
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
-from textwrap import indent
-from typing import Any, Protocol
+from typing import Any
 
 from pipeline.common.console import say
 from pipeline.common.durable import LinesFile, finite, sync
 from pipeline.common.errors import UserError
 from pipeline.common.layout import METRICS, TIMINGS
-from pipeline.common.untrusted import masked_tree, reason_of
+from pipeline.common.untrusted import reason_of
 from pipeline.config.settings import Config
-from pipeline.report import wandb as feed
-from pipeline.report.run_files import COLUMNS, read_metrics
-from pipeline.report.wandb import Line, WandbFeed, completions_of, numbers
-
-TRACKIO_ID = Path("trackio", "run-id")  # path in the run folder
-
-
-class Tracker(Protocol):
-    """What gets the lines of a run; `metrics` and `timings` are the lines already in the files."""
-
-    name: str
-    advice: str  # ends the warning that the tracker has failed
-
-    def __init__(
-        self, folder: Path, config: Config, metrics: Sequence[Line], timings: Sequence[Line]
-    ) -> None: ...
-
-    def metrics(self, line: Line) -> None: ...
-
-    def timings(self, line: Line) -> None: ...
-
-    def close(self, failed: bool, results: Path | None) -> None:
-        """Send the results in a folder, and end."""
-
-
-class TensorBoard:
-    """TensorBoard in the run folder; `metrics` and `timings` are the lines already in the files."""
-
-    name = "TensorBoard"
-    advice = ""
-    _tracker: Any
-
-    def __init__(
-        self, folder: Path, config: Config, metrics: Sequence[Line], timings: Sequence[Line]
-    ) -> None:
-        # TensorBoard hides the points of `purge_step` and later steps, so send the last step again.
-        last = max((line["step"] for line in metrics), default=0)
-        self._folder = folder
-        self._config = config
-        self._start(config, metrics, last)
-        for line in (*metrics, *timings):
-            if line["step"] >= self._first:
-                self.metrics(line)
-
-    def _start(self, config: Config, metrics: Sequence[Line], last: int) -> None:
-        """Start, and set the first step whose lines are sent again."""
-        from accelerate.tracking import TensorBoardTracker  # the class needs an Accelerator
-
-        self._first = last
-        self._tracker = TensorBoardTracker("tensorboard", self._folder, purge_step=last)
-        self._tracker.start()
-
-    def metrics(self, line: Line) -> None:
-        rows = completions_of(line, self._folder, self._config)
-        table = {"completions": self._table(rows)} if rows else {}
-        self._log(line["step"], numbers(line) | table)
-
-    timings = metrics
-
-    def close(self, failed: bool, results: Path | None) -> None:
-        self._tracker.finish()
-
-    def _table(self, rows: Sequence[list[Any]]) -> Any:
-        """Return a text: a heading and the conversation of each episode."""
-        return "\n\n".join(
-            f"**{', '.join(f'{name} {cell}' for name, cell in zip(COLUMNS, cells, strict=False))}**"
-            f"\n\n{indent(conversation, 4 * ' ', lambda _: True)}"
-            for *cells, conversation in rows
-        )
-
-    def _log(self, step: int, values: Mapping[str, Any]) -> None:
-        self._tracker.log(values, step=step)
-
-
-class Trackio(TensorBoard):
-    """A run in trackio, which keeps it on this machine unless TRACKIO_SPACE_ID names a Space.
-
-    The numbers and tables that the run lacks are sent.
-    """
-
-    name = "trackio"
-
-    def _start(self, config: Config, metrics: Sequence[Line], last: int) -> None:
-        from accelerate.tracking import TrackioTracker
-
-        self._first = 0
-        known = feed.known_id(self._folder, TRACKIO_ID)
-        self._tracker = TrackioTracker(
-            config.tracking.project,
-            name=config.tracking.run_name or self._folder.resolve().name,
-            resume="allow" if metrics and not known else "never",
-            config=masked_tree(config.model_dump(mode="json")),
-        )
-        self._tracker.start()
-        storage: Any = importlib.import_module("trackio.sqlite_storage").SQLiteStorage
-        run = self._tracker.run
-        # By itself, trackio goes on in the newest run of this name, which another folder may have.
-        run.id = known or run.id
-        feed.keep_id(self._folder, TRACKIO_ID, run.id)
-        logs = storage.get_logs(config.tracking.project, run_id=run.id) if metrics else []
-        # Of a resumed run, also what was sent after the checkpoint, and is now made again.
-        self._known = {(log["step"], name) for log in logs for name in log}
-
-    def _table(self, rows: Sequence[list[Any]]) -> Any:
-        return importlib.import_module("trackio").Table(columns=[*COLUMNS], data=rows)
-
-    def _log(self, step: int, values: Mapping[str, Any]) -> None:
-        new = {name: value for name, value in values.items() if (step, name) not in self._known}
-        if new:
-            super()._log(step, new)
+from pipeline.report.run_files import read_metrics
+from pipeline.report.trackers import TRACKIO_ID, Line, TensorBoard, Tracker, Trackio
+from pipeline.report.wandb import ID_FILE, WandbFeed, is_wanted
 
 
 def check_trackers(config: Config, by_import: bool = True) -> None:
@@ -149,7 +41,7 @@ def check_trackers(config: Config, by_import: bool = True) -> None:
 
 def _is_fed(package: str) -> bool:
     """Return whether a tracker gets the numbers: W&B needs a key, or a mode."""
-    return package != "wandb" or feed.is_wanted()
+    return package != "wandb" or is_wanted()
 
 
 TRACKERS: dict[str, type[Tracker]] = {
@@ -185,7 +77,7 @@ class RunLog(AbstractContextManager["RunLog"]):
         self._files = {n: LinesFile(folder / n, sizes.get(n, 0)) for n in (METRICS, TIMINGS)}
         sync(folder)
         if state is None:
-            for file in (feed.ID_FILE, TRACKIO_ID):
+            for file in (ID_FILE, TRACKIO_ID):
                 (folder / file).unlink(missing_ok=True)
         for package in config.tracking.report_to:
             if not _is_fed(package):

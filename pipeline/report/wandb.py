@@ -7,7 +7,7 @@ send. The x axis of every plot is the step of the run. This module imports no to
 import json
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from netrc import NetrcParseError, netrc
@@ -17,31 +17,17 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from pipeline.common.console import may_fail, say
-from pipeline.common.durable import write_text
 from pipeline.common.errors import UserError
 from pipeline.common.untrusted import masked_tree, reason_of
 from pipeline.config.settings import Config
-from pipeline.report.run_files import COLUMNS, episode_rows, final_numbers, rows_of_step
+from pipeline.report.run_files import COLUMNS, episode_rows, final_numbers
+from pipeline.report.trackers import Line, completions_of, keep_id, known_id, numbers
 
 FINISH_S = 20.0  # timeout, in seconds, of a call and of the last upload
 TEARDOWN_S = 1.0  # timeout, in seconds, for W&B's end after a failure
 ID_FILE = Path("wandb", "run-id")  # path in the run folder
 ADVICE = "the run folder has them"
 FILES = ("report.html", "report.md", "results.json", "curriculum.json", "config.yaml")
-Line = Mapping[str, Any]  # a line of metrics.jsonl or timings.jsonl
-
-
-def numbers(line: Line) -> dict[str, float]:
-    """Return the numeric fields of a line with a `/` in the field's name, such as `train/loss`."""
-    return {key: v for key, v in line.items() if "/" in key and isinstance(v, int | float)}
-
-
-def completions_of(line: Line, folder: Path, config: Config) -> list[list[Any]]:
-    """Return the table of episodes that trackers get with a line, or [] for most lines."""
-    every = config.tracking.log_completions_steps
-    if not every or line["step"] % every or "rollout/episodes" not in line:
-        return []
-    return rows_of_step(folder, line["stage"], line["step"])
 
 
 class WandbFeed:
@@ -129,17 +115,6 @@ def _begun(call: Callable[[], object]) -> Future[None]:
     return answer
 
 
-def known_id(folder: Path, file: Path = ID_FILE) -> str | None:
-    """Return the id that a tracker has given to the run in a folder, or None."""
-    path = folder / file
-    return path.read_text(encoding="utf-8").strip() if path.is_file() else None
-
-
-def keep_id(folder: Path, file: Path, own: str) -> None:
-    (folder / file).parent.mkdir(exist_ok=True)
-    write_text(folder / file, own + "\n")
-
-
 def _row(line: Line) -> dict[str, float]:
     return {**numbers(line), "step": line["step"]}
 
@@ -181,7 +156,7 @@ def _start(folder: Path, config: Config) -> Any:
             group=os.environ.get("WANDB_RUN_GROUP", group[:128]),  # the server refuses longer names
             job_type=os.environ.get("WANDB_JOB_TYPE", tree["recipe"][:64]),
             tags=tracking["tags"],
-            id=known_id(folder),
+            id=known_id(folder, ID_FILE),
             config=tree,
             dir=str(folder),
             resume="allow",

@@ -25,6 +25,7 @@ from pipeline.config.settings import Config
 from pipeline.report import wandb as feed
 from pipeline.report.log import RunLog
 from pipeline.report.run_files import COLUMNS, rows_of_step
+from pipeline.report.trackers import known_id
 from scripts import wandb_dashboard, wandb_sync
 from scripts.proofs.grid import make_trajectory
 from tests.support import ROOT
@@ -204,21 +205,20 @@ def test_a_line_is_a_row_with_the_numbers_of_the_files(tmp_path, server, capfd):
     )
     out, err = capfd.readouterr()
     assert out == ""
-    assert err.endswith(
-        f"W&B: http://127.0.0.1:{server.server_port}/somebody/p/runs/{feed.known_id(folder)}\n"
-    )
+    runs = f"http://127.0.0.1:{server.server_port}/somebody/p/runs"
+    assert err.endswith(f"W&B: {runs}/{known_id(folder, feed.ID_FILE)}\n")
 
 
 def test_a_resumed_run_sends_what_the_server_lacks_under_the_same_id(tmp_path, server):
     with RunLog(tmp_path, config(), is_main=True) as log:
-        run_id = feed.known_id(tmp_path)
+        run_id = known_id(tmp_path, feed.ID_FILE)
         write(log, START, train(1), times(1))
         state = log.state_dict()
         write(log, train(2), times(2, 0.25))
     assert server.steps == [(0, 0), (1, 1), (2, 2)]
     with RunLog(tmp_path, config(), is_main=True, state=state) as log:
         write(log, train(2), times(2, 0.75), AFTER, train(3), times(3))
-        assert feed.known_id(tmp_path) == run_id == server.upserts[-1]["name"]
+        assert known_id(tmp_path, feed.ID_FILE) == run_id == server.upserts[-1]["name"]
         state = log.state_dict()
     assert [row.get("perf/step_s") for _, row in server.rows] == [None, 0.5, 0.25, None, 0.5]
     del server.history[2:]  # what a killed process could not send
@@ -364,6 +364,19 @@ def test_a_service_that_dies_is_given_up_and_the_next_start_sends_the_rest(tmp_p
     assert [number for number, _ in server.steps] == list(range(step + 4))
 
 
+def test_a_service_that_hangs_holds_nothing_up(tmp_path, server, machine, capfd):
+    machine.setenv("WANDB_FINISH_TIMEOUT", "0.5")
+    with RunLog(tmp_path, config(), is_main=True) as log:
+        core = service()
+        core.suspend()
+        metrics = {f"train/metric_{i}": i / 64 for i in range(200)}
+        for step in range(1, 300):  # far more than the pipe to it takes
+            write(log, train(step, **metrics))
+    core.kill()
+    assert len(read_records(tmp_path / "metrics.jsonl")) == 299
+    assert "TimeoutError: it did not answer in 0.5 s; the run goes on" in capfd.readouterr().err
+
+
 def test_wandb_that_cannot_start_stops_a_fresh_run_and_no_resumed_one(tmp_path, machine, capfd):
     with RunLog(tmp_path / "run", config(), is_main=True) as log:
         write(log, START)
@@ -376,7 +389,7 @@ def test_wandb_that_cannot_start_stops_a_fresh_run_and_no_resumed_one(tmp_path, 
     capfd.readouterr()
     with RunLog(tmp_path / "run", config(), is_main=True, state=state) as log:
         write(log, train(1))
-        assert feed.known_id(tmp_path / "run") == "abc"
+        assert known_id(tmp_path / "run", feed.ID_FILE) == "abc"
     assert read_records(tmp_path / "run" / "metrics.jsonl") == [START, train(1)]
     (warning,) = capfd.readouterr().err.splitlines()
     assert warning.startswith("warning: W&B: report_to: W&B did not start")
@@ -460,7 +473,7 @@ def test_results_make_no_row_and_their_numbers_are_the_summary(tmp_path, server,
         write(log, train(1), times(1), AFTER)
         results_in(tmp_path)
         log.results = tmp_path
-        run_id = feed.known_id(tmp_path)
+        run_id = known_id(tmp_path, feed.ID_FILE)
     assert server.steps == [(0, 1), (1, 2)]
     assert sorted(server.artifacts) == [f"report-{run_id}", f"run-{run_id}-trajectories"]
     assert "warning" not in capfd.readouterr().err

@@ -10,7 +10,8 @@ import pytest
 
 from pipeline.common.durable import read_records
 from pipeline.report.run_files import episode_rows, final_numbers
-from pipeline.report.wandb import numbers, rows_of
+from pipeline.report.trackers import numbers
+from pipeline.report.wandb import rows_of
 from pipeline.rollout.trajectory import StopReason
 from scripts import wandb_dashboard
 from tests.support import ROOT
