@@ -12,9 +12,16 @@ from pipeline.config.domain_names import (
     installed_domains,
     known_domains,
 )
-from pipeline.config.settings import LOSSES, Config, EndpointSettings, Section
+from pipeline.config.settings import (
+    CURRICULA,
+    LOSSES,
+    SAMPLERS,
+    Config,
+    EndpointSettings,
+    Section,
+)
 
-JOINT_STAGES = ("mixed", "interleaved")
+JOINT_STAGES = tuple(name for name, is_joint in CURRICULA.items() if is_joint)
 IMPORT_STRING = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 DOMAIN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
 _LABEL = r"\w([\w-]*\w)?"
@@ -124,13 +131,19 @@ def left_out(config: Config) -> list[str]:
         for name in data.environments
     ]
     rows += [
+        (config.rollout.sampler != sampler, f"{name}: has no effect without sampler {sampler}")
+        for sampler in SAMPLERS
+        for name in changed(config.rollout)
+        if name.startswith(f"{sampler}_")
+    ]
+    inexact = " or ".join(name for name, facts in SAMPLERS.items() if not facts.is_exact)
+    rows += [
         (
-            config.rollout.sampler != "vllm",
-            f"{name}: has no effect without sampler vllm",
+            config.rollout.sampler_facts.is_exact,
+            f"{name}: has no effect without sampler {inexact}",
         )
-        for section in (config.rollout, config.grpo)
-        for name in changed(section)
-        if name.startswith("vllm_")
+        for name in changed(config.grpo)
+        if name.startswith("vllm_importance_sampling_")
     ]
     return [line for has_no_effect, line in rows if has_no_effect]
 
@@ -254,7 +267,7 @@ def _curriculum(config: Config) -> Rows:
     stages = config.stage_names
     return [
         (
-            bool(curriculum.order) and curriculum.curriculum != "sequential",
+            bool(curriculum.order) and curriculum.is_joint,
             f"order: got {','.join(curriculum.order)} with curriculum {curriculum.curriculum}, "
             "whose stage holds all domains; take one of the two out",
         ),

@@ -5,7 +5,7 @@ settings.
 """
 
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_origin
+from typing import Annotated, Any, Literal, NamedTuple, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 from pydantic.types import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
@@ -14,8 +14,9 @@ from pydantic_core import PydanticCustomError
 MAX_SEED = 2**32 - 1  # the largest seed that NumPy accepts
 
 Difficulty = Literal["easy", "medium", "hard"]
+# Whether the stages of a curriculum are joint: have all domains. `data/curriculum.py` makes them.
 # A step of `mixed` has groups of every domain; a step of `interleaved` has groups of one domain.
-Curriculum = Literal["sequential", "mixed", "interleaved"]
+CURRICULA = {"sequential": False, "mixed": True, "interleaved": True}
 # Each loss, with the settings that it does not use. `training/grpo.py` has the formulas.
 LOSSES: dict[str, tuple[str, ...]] = {
     "grpo": (),
@@ -23,6 +24,39 @@ LOSSES: dict[str, tuple[str, ...]] = {
     "dr_grpo": (),
     "dapo": (),
     "cispo": ("delta",),
+}
+
+
+class SamplerFacts(NamedTuple):
+    """What is known of a sampler before it is made. Settings that begin with its name are its own.
+
+    The callable `target` (`module:name`) makes it from the model, RolloutSettings, the type of the
+    weights, and the ids that end a message.
+    """
+
+    target: str
+    in_words: str
+    is_exact: bool = True  # else the loss corrects the difference to the trainer's probabilities
+    package: str = ""  # must be installed
+    memory: str = ""  # the setting that is its share of a rank's memory
+
+
+SAMPLERS = {
+    "own": SamplerFacts(
+        "pipeline.rollout.samplers.own:RowSampler.of_settings",
+        "one key-value cache over all turns",
+    ),
+    "generate": SamplerFacts(
+        "pipeline.rollout.samplers.generate:GenerateSampler.of_settings",
+        "through generate, every message from the start again (slower)",
+    ),
+    "vllm": SamplerFacts(
+        "pipeline.rollout.samplers.vllm:VLLMSampler",
+        "vLLM's engine in each rank",
+        is_exact=False,
+        package="vllm",
+        memory="vllm_memory",
+    ),
 }
 RatioLevel = Literal["token", "sequence"]
 Correction = Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
@@ -190,7 +224,9 @@ class RFTSettings(Section):
 class CurriculumSettings(Section):
     """curriculum"""
 
-    curriculum: Curriculum = field("sequential", "a stage per domain, or one stage of all domains")
+    curriculum: Literal[*CURRICULA] = field(  # type: ignore[invalid-literal]
+        "sequential", "a stage per domain, or one stage of all domains"
+    )
     order: list[str] = field([], "domain of each stage; may repeat domains; none: `domains`")
     domain_weights: Weights = field({}, "weights in mixed and interleaved stages; missing: 1")
     family_shares: dict[str, dict[str, Share]] = field(
@@ -207,6 +243,11 @@ class CurriculumSettings(Section):
     plateau_delta: NonNegativeFloat = field(0.01, "least increase of success that is progress")
     replay: ShareBelowOne = field(0.3, "share of a step's groups from earlier domains")
     preview: ShareBelowOne = field(0.08, "share of a step's groups from later domains")
+
+    @property
+    def is_joint(self) -> bool:
+        """Whether the stages have all domains."""
+        return CURRICULA[self.curriculum]
 
 
 class RolloutSettings(Section):
@@ -226,13 +267,18 @@ class RolloutSettings(Section):
     )
     max_tool_result_tokens: PositiveInt = field(64, "tokens of a tool result; more is an error")
     max_concurrent_episodes: PositiveInt = field(512, "episodes that a rank samples at once")
-    sampler: Literal["auto", "own", "generate", "vllm"] = field(
+    sampler: Literal["auto", *SAMPLERS] = field(  # type: ignore[invalid-literal]
         "auto", "what samples; auto: own, or generate where own cannot"
     )
     vllm_memory: float = field(0.3, "share of a rank's memory for vLLM", gt=0, lt=1)
     call_timeout: PositiveFloat = field(120.0, "seconds per call of an environment")
     rollout_timeout: PositiveFloat | None = field(None, "seconds until all waits end; null: none")
     max_error_rate: Share = field(0.5, "share of failed episodes that ends a run; 1: none")
+
+    @property
+    def sampler_facts(self) -> SamplerFacts:
+        """What is known of the sampler; `auto` samples as `own` does."""
+        return SAMPLERS["own" if self.sampler == "auto" else self.sampler]
 
 
 class GRPOSettings(Section):
@@ -398,7 +444,7 @@ class Config(Section):
         """The names of the stages, such as `airline`, `airline-2`, `airline-easy` or `mixed`."""
         curriculum = self.curriculum
         names: list[str] = [curriculum.curriculum]
-        if curriculum.curriculum == "sequential":
+        if not curriculum.is_joint:
             order = curriculum.order or self.data.domains
             times = [order[: index + 1].count(name) for index, name in enumerate(order)]
             names = [n if t == 1 else f"{n}-{t}" for n, t in zip(order, times, strict=True)]
@@ -408,7 +454,8 @@ class Config(Section):
     @property
     def corrects_sampling(self) -> bool:
         """Whether the loss corrects the difference between sampler and trainer."""
-        return self.rollout.sampler == "vllm" and self.grpo.vllm_importance_sampling_correction
+        is_exact = self.rollout.sampler_facts.is_exact
+        return not is_exact and self.grpo.vllm_importance_sampling_correction
 
     @property
     def is_supervised(self) -> bool:

@@ -9,7 +9,7 @@ from collections import Counter, deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, islice
-from typing import Any
+from typing import Any, NamedTuple
 
 from pipeline.common.errors import UserError
 from pipeline.common.untrusted import shown
@@ -45,25 +45,67 @@ def make_stages(config: Config, num_tasks: Mapping[str, int]) -> list[Stage]:
     """Return the stages of a run. Raises UserError if a domain would have no group in a stage."""
     curriculum = config.curriculum
     size = config.rollout.tasks_per_step
-    takes_turns = curriculum.curriculum == "interleaved"
     difficulties = curriculum.difficulties or [config.data.difficulty]
-    parts = [(*stage, difficulty) for stage in _shares(config) for difficulty in difficulties]
-    num_steps = _steps(config, [own for own, _, _ in parts])
+    parts = [
+        (shares, difficulty)
+        for shares in STAGES[curriculum.curriculum](config)
+        for difficulty in difficulties
+    ]
     names = config.stage_names
+    num_steps = _steps(config, [shares.own for shares, _ in parts])
     stages: list[Stage] = []
-    for index, (own, shares, difficulty) in enumerate(parts):
+    for index, ((own, shares, takes_turns), difficulty) in enumerate(parts):
         name = names[index]
         steps = num_steps[index]
         counts = [size] * len(shares) if takes_turns else split(size, list(shares.values()))
         groups = {d: min(n, num_tasks[d]) for d, n in zip(shares, counts, strict=True) if n > 0}
         schedule = tuple(quota(shares, steps)) if takes_turns else ()
         without_groups = set(own) - set(schedule or groups)
-        if curriculum.curriculum != "sequential" and without_groups:
+        if curriculum.is_joint and without_groups:
             why = f"{min(without_groups)} would have no group in stage {name}"
             raise UserError(f"domain_weights: {why}; give it more weight, or raise tasks_per_step")
         stage = Stage(index=index, name=name, own=own, difficulty=difficulty, groups=groups)
         stages.append(replace(stage, schedule=schedule, num_steps=steps))
     return one_after_another(stages)
+
+
+class Shares(NamedTuple):
+    """The domains of a stage: its own, and the share of each in the groups of its steps."""
+
+    own: tuple[str, ...]
+    by_domain: dict[str, float]
+    takes_turns: bool = False  # a step has groups of one domain
+
+
+def sequential(config: Config) -> list[Shares]:
+    """A stage for each domain, with groups of earlier domains (replay) and later ones (preview)."""
+    curriculum = config.curriculum
+    order = curriculum.order or config.data.domains
+    stages: list[Shares] = []
+    for index, domain in enumerate(order):
+        earlier = [d for d in dict.fromkeys(order[:index]) if d != domain]
+        later = [d for d in dict.fromkeys(order[index:]) if d not in (domain, *earlier)]
+        shares = dict[str, float]()
+        for others, share in ((earlier, curriculum.replay), (later, curriculum.preview)):
+            shares |= {d: share / len(others) for d in others if share > 0}
+        stages.append(Shares((domain,), {**shares, domain: 1 - sum(shares.values())}))
+    return stages
+
+
+def mixed(config: Config) -> list[Shares]:
+    """One stage with groups of all domains in each step."""
+    domains = config.data.domains
+    weights = {domain: config.curriculum.domain_weights.get(domain, 1.0) for domain in domains}
+    total = sum(weights.values())
+    return [Shares(tuple(domains), {domain: weight / total for domain, weight in weights.items()})]
+
+
+def interleaved(config: Config) -> list[Shares]:
+    """One stage whose steps have groups of one domain each."""
+    return [shares._replace(takes_turns=True) for shares in mixed(config)]
+
+
+STAGES = {"sequential": sequential, "mixed": mixed, "interleaved": interleaved}
 
 
 def one_after_another(
@@ -79,25 +121,6 @@ def one_after_another(
         replace(stage, first_step=first, num_steps=count)
         for stage, first, count in zip(stages, firsts, counts, strict=False)
     ]
-
-
-def _shares(config: Config) -> list[tuple[tuple[str, ...], dict[str, float]]]:
-    domains = config.data.domains
-    curriculum = config.curriculum
-    if curriculum.curriculum != "sequential":
-        weights = {domain: curriculum.domain_weights.get(domain, 1.0) for domain in domains}
-        total = sum(weights.values())
-        return [(tuple(domains), {domain: weight / total for domain, weight in weights.items()})]
-    order = curriculum.order or domains
-    stages: list[tuple[tuple[str, ...], dict[str, float]]] = []
-    for index, domain in enumerate(order):
-        earlier = [d for d in dict.fromkeys(order[:index]) if d != domain]
-        later = [d for d in dict.fromkeys(order[index:]) if d not in (domain, *earlier)]
-        shares = dict[str, float]()
-        for others, share in ((earlier, curriculum.replay), (later, curriculum.preview)):
-            shares |= {d: share / len(others) for d in others if share > 0}
-        stages.append(((domain,), {**shares, domain: 1 - sum(shares.values())}))
-    return stages
 
 
 def _steps(config: Config, owns: Sequence[tuple[str, ...]]) -> list[int]:

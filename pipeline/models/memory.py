@@ -103,8 +103,9 @@ class Memory:
         cached = _cached_per_token(self.shape) * self.shape.num_hidden_layers * size
         cache = float(cached * rows * config.rollout.max_tokens)
         has_copy = size < held or not is_whole
-        if config.rollout.sampler == "vllm":  # on a GPU, its share also holds its weights
-            cache = config.rollout.vllm_memory * (self.have if self.has_gpu else memory_of_rank())
+        if share := config.rollout.sampler_facts.memory:  # on a GPU, it also holds weights
+            have = self.have if self.has_gpu else memory_of_rank()
+            cache = getattr(config.rollout, share) * have
             has_copy = not self.has_gpu
         terms = {
             "CUDA or Python, and libraries": CUDA if self.has_gpu else PROCESS,

@@ -13,14 +13,14 @@ from pipeline.common.console import say
 from pipeline.common.errors import UserError
 from pipeline.common.untrusted import printable
 from pipeline.config.rules import left_out
-from pipeline.config.settings import Config
+from pipeline.config.settings import SAMPLERS, Config
 from pipeline.distributed.main_memory import main_memory, refuse_too_many
 from pipeline.models.fitting import fitted
 from pipeline.models.loading import SHAPES
 from pipeline.models.memory import GIB, Memory
 from pipeline.models.model_checks import check_model
 from pipeline.preflight.parts import Prepared, prepare
-from pipeline.rollout.samplers.vllm import refuse_missing
+from pipeline.rollout.samplers.choice import choose, refuse_missing
 
 
 def check_and_prepare(config: Config, clock: str | None = None) -> Prepared:
@@ -28,8 +28,7 @@ def check_and_prepare(config: Config, clock: str | None = None) -> Prepared:
 
     `clock` is what the chat template of a new run reads instead of the clock.
     """
-    if config.rollout.sampler == "vllm":
-        refuse_missing()
+    refuse_missing(config.rollout.sampler_facts)
     parts = prepare(config, clock=clock)
     _, notes = check_model(config, parts.tokenizer)
     lines = [f"note: {note}" for note in parts.notes]
@@ -64,11 +63,7 @@ def main(config: Config, *, measures: bool = False) -> int:
         )
         parts = prepare(config, with_tiny_tokenizer=True)
     why, notes = check_model(config, parts.tokenizer)
-    slow = f"through generate, every message from the start again (slower): {why}"
-    sampling = "one key-value cache over all turns" if why is None else slow
-    if config.rollout.sampler == "vllm":
-        sampling = "vLLM's engine in each rank" + ", not installed here" * (not find_spec("vllm"))
-    lines.append(f"sampling: {sampling}")
+    lines.append(f"sampling: {_sampling(config, why)}")
     lines += [f"model: {note}" for note in notes]
     lines += [f"warning: {warning}" for warning in (*left_out(config), *parts.warnings)]
     memory = Memory(config, parts.tokenizer, parts.longest_prompts())
@@ -91,6 +86,13 @@ def main(config: Config, *, measures: bool = False) -> int:
         for line in plan(memory, parts):
             print(line, flush=True)
     return 0
+
+
+def _sampling(config: Config, why: str | None) -> str:
+    name, why_slow = choose(config.rollout.sampler, why)
+    facts = SAMPLERS[name]
+    is_missing = bool(facts.package) and find_spec(facts.package) is None
+    return facts.in_words + f": {why_slow}" * bool(why_slow) + ", not installed here" * is_missing
 
 
 def refuse_full_disk(memory: Memory) -> None:

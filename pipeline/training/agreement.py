@@ -62,7 +62,7 @@ def refuse_disagreement(
         "use_peft": config.model.use_peft,
     }
     remedies = [f"set {name} false" for name, is_on in settings.items() if is_on]
-    remedies += ["set sampler own"] if config.rollout.sampler == "vllm" else []
+    remedies += ["set sampler own"] if not config.rollout.sampler_facts.is_exact else []
     remedy = " or ".join([*remedies, "use another model"])
     name = f"model: got {type(base_model(module.model)).__name__}"
     try:

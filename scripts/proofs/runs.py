@@ -15,10 +15,11 @@ import torch
 from torch.nn.utils import parameters_to_vector
 
 from pipeline.config.cli import parse
+from pipeline.config.settings import RolloutSettings
 from pipeline.data.rng import stream_key, uniforms
 from pipeline.distributed.sharding import fill, whole
+from pipeline.models.chat.template import Chat
 from pipeline.models.sampling_copy import trained_weights
-from pipeline.rollout.samplers.choice import make_sampler
 from pipeline.rollout.samplers.drawing import cumulative
 from pipeline.rollout.samplers.own import RowSampler
 from pipeline.rollout.trajectory import Trajectory
@@ -100,6 +101,13 @@ class ForcedSampler(RowSampler):
         return picked
 
 
+def forced_sampler(
+    model: Any, chat: Chat, settings: RolloutSettings, dtype: torch.dtype, is_main: bool
+) -> ForcedSampler:
+    """Make the sampler of a run, like `make_sampler`."""
+    return ForcedSampler.of_settings(model, settings, dtype, [chat.end_of_turn_id])
+
+
 def without_report(run: Run) -> None:
     """The end of a run without the final report, which takes longer than a small run."""
     if run.ranks.is_main:
@@ -173,7 +181,7 @@ def _run_on_this_rank(
     hooks: dict[str, Any] = {"on_batch": keep}
     if forced is not None:
         ForcedSampler.forced = forced
-        hooks["make_sampler"] = partial(make_sampler, row_sampler=ForcedSampler)
+        hooks["make_sampler"] = forced_sampler
     with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):
         main(parse(argv), open_run=partial(open_run, **hooks), end=end)
     if forced is not None:

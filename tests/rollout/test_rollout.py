@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from pipeline.common.errors import UserError
-from pipeline.config.settings import ModelSettings, RolloutSettings
+from pipeline.config.settings import SAMPLERS, ModelSettings, RolloutSettings
 from pipeline.data.rng import stream_key
 from pipeline.environments.discovery import tool_schemas
 from pipeline.environments.experts import run_expert
@@ -20,7 +20,6 @@ from pipeline.rollout.rollout import RolloutRequest
 from pipeline.rollout.samplers.choice import make_sampler
 from pipeline.rollout.samplers.own import RowSampler
 from pipeline.rollout.trajectory import StopReason
-from scripts.proofs.runs import ForcedSampler
 from tests.support.helpers import (
     DOMAINS,
     Desk,
@@ -101,13 +100,13 @@ def model_folder(folder, eos_token_id):
     return ModelSettings(model=str(folder))
 
 
-def test_every_end_that_a_models_files_list_ends_its_messages(tmp_path, capsys):
+def test_every_end_that_a_models_files_list_ends_its_messages(tmp_path, capsys, monkeypatch):
     settings = model_folder(tmp_path, [OTHER_END, END, 1_000_000])
     own = Chat(load_tokenizer(settings))
     model = load_model(settings, own.tokenizer, seed=1)
-    sampler = make_sampler(
-        model, own, LIMITS, torch.float32, is_main=True, row_sampler=ForcedSampler
-    )
+    forced = SAMPLERS["own"]._replace(target="scripts.proofs.runs:ForcedSampler.of_settings")
+    monkeypatch.setitem(SAMPLERS, "own", forced)
+    sampler = make_sampler(model, own, LIMITS, torch.float32, is_main=True)
     told = "messages end at <|im_end|>, and by the model's files at '<|endoftext|>'\n"
     assert capsys.readouterr().out == told
     script = [call("look", item="lamp"), say("all done")]

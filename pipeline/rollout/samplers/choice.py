@@ -1,7 +1,8 @@
 """The interface of samplers, and the choice of a sampler for a model."""
 
 from collections.abc import Callable, Sequence
-from functools import partial
+from importlib.util import find_spec
+from pkgutil import resolve_name
 from typing import Any, Protocol
 
 import torch
@@ -9,13 +10,11 @@ import torch
 from pipeline.common.console import say
 from pipeline.common.errors import UserError
 from pipeline.common.untrusted import shown
-from pipeline.config.settings import RolloutSettings
+from pipeline.config.settings import SAMPLERS, RolloutSettings, SamplerFacts
 from pipeline.models.capabilities import other_stops, why_generate
 from pipeline.models.chat.template import Chat
 from pipeline.models.lora import base_model
 from pipeline.models.sampling_copy import Weights
-from pipeline.rollout.samplers.generate import GenerateSampler
-from pipeline.rollout.samplers.own import RowSampler
 from pipeline.rollout.trajectory import Sampled
 
 Handle = Any  # an open conversation; its type depends on the sampler
@@ -93,48 +92,47 @@ class Sampler(Protocol):
 
 
 def make_sampler(
-    model: Any,
-    chat: Chat,
-    settings: RolloutSettings,
-    dtype: torch.dtype,
-    is_main: bool,
-    *,
-    row_sampler: type[RowSampler] = RowSampler,
+    model: Any, chat: Chat, settings: RolloutSettings, dtype: torch.dtype, is_main: bool
 ) -> Sampler:
     """Return the sampler that the setting `sampler` names, or the fastest that can serve the model.
 
-    With `auto`, models with full attention, at lengths up to `settings.max_tokens`, get a sampler
-    of the class `row_sampler`, and other models get a GenerateSampler. Raises UserError if the
-    sampler cannot serve the model.
+    With `auto`, models with full attention, at lengths up to `settings.max_tokens`, get the sampler
+    `own`, and other models get `generate`. Raises UserError if the sampler cannot serve the model.
     """
     plain = base_model(model)
     stops = other_stops(plain, chat)
     if stops and is_main:
         also = ", ".join(map(shown, chat.tokenizer.convert_ids_to_tokens(stops)))
         print(f"messages end at {chat.end_of_turn}, and by the model's files at {also}", flush=True)
-    if settings.sampler == "vllm":
-        from pipeline.rollout.samplers.vllm import VLLMSampler  # few runs need vLLM
-
-        return VLLMSampler(model, settings, dtype, [chat.end_of_turn_id, *stops])
-    why = why_generate(plain, settings.max_tokens)
-    if settings.sampler == "own" and why is not None:
-        raise UserError(f"sampler: got own, which cannot sample this model ({why}); set generate")
-    if settings.sampler == "generate":
-        why = "the setting sampler asks for it"
-    make: Callable[..., Sampler] = partial(row_sampler, max_tokens=settings.max_tokens)
-    if why is not None:
-        make = GenerateSampler
-    if why is not None and is_main:
+    name, why = choose(settings.sampler, why_generate(plain, settings.max_tokens))
+    if why and is_main:
         say(
             f"warning: {type(plain).__name__} is sampled through generate, every message from the "
             f"start again, which is slower than one cache over all turns; {why}"
         )
-    return make(
-        model,
-        chat.end_of_turn_id,
-        settings.temperature,
-        dtype,
-        settings.top_k,
-        settings.top_p,
-        other_stops=stops,
-    )
+    refuse_missing(SAMPLERS[name])
+    make: Callable[..., Sampler] = resolve_name(SAMPLERS[name].target)
+    return make(model, settings, dtype, [chat.end_of_turn_id, *stops])
+
+
+def choose(sampler: str, why: str | None) -> tuple[str, str]:
+    """Return the name of the sampler, and why it is `generate` (else "").
+
+    `why` comes from `why_generate`. Raises UserError if `sampler` cannot serve the model.
+    """
+    if sampler == "generate":
+        return sampler, "the setting sampler asks for it"
+    if sampler == "own" and why is not None:
+        raise UserError(f"sampler: got own, which cannot sample this model ({why}); set generate")
+    if sampler in ("auto", "own"):
+        return ("own", "") if why is None else ("generate", why)
+    return sampler, ""
+
+
+def refuse_missing(facts: SamplerFacts) -> None:
+    """Raise UserError if a sampler's package is missing. This does not import the package."""
+    if facts.package and find_spec(facts.package) is None:
+        raise UserError(
+            f"sampler: got {facts.package}, which is not installed; pip install "
+            f"'three-domain-grpo[{facts.package}]', or set own"
+        )

@@ -5,13 +5,14 @@ Letters in shapes: B sequences, T tokens, V entries of the vocabulary.
 
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import nn
 
+from pipeline.config.settings import RolloutSettings
 from pipeline.data.rng import uniforms
 from pipeline.models.sampling_copy import SamplingCopy, Weights
 from pipeline.rollout.trajectory import Sampled
@@ -192,6 +193,22 @@ class ModelSampler:
         self.num_tokens = self.num_padded_tokens = 0
         self._prepare()
         self._copy.cast(dtype)
+
+    @classmethod
+    def of_settings(
+        cls, model: Any, settings: RolloutSettings, dtype: torch.dtype, stops: Sequence[int]
+    ) -> Self:
+        """Return a sampler with the settings of a run. The first of `stops` ends a turn."""
+        return cls(
+            model,
+            stops[0],
+            settings.temperature,
+            dtype,
+            settings.top_k,
+            settings.top_p,
+            other_stops=stops[1:],
+            max_tokens=settings.max_tokens,
+        )
 
     def _prepare(self) -> None:
         """Set up the subclass before the parameters of the model's copy get the type `dtype`."""

@@ -23,7 +23,6 @@ from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass
 from importlib import import_module
-from importlib.util import find_spec
 from operator import index
 from pathlib import Path
 from typing import Any
@@ -376,18 +375,8 @@ def _engine_errors(*, is_reply: bool = False) -> Iterator[None]:
         raise EngineError(f"vLLM's engine {what}: {reason_of(error)}") from error
 
 
-def refuse_missing() -> None:
-    """Raise UserError if vLLM is not installed. This does not import vLLM, which takes seconds."""
-    if find_spec("vllm") is None:
-        raise UserError(
-            "sampler: got vllm, which is not installed; pip install 'three-domain-grpo[vllm]', or "
-            "set own"
-        )
-
-
 def _library() -> Any:
-    """Import vLLM; raise UserError if it is missing, fails, or has another version."""
-    refuse_missing()
+    """Import vLLM; raise UserError if it fails, or has another version."""
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     logging.getLogger("vllm").setLevel(logging.ERROR)  # also while vLLM is imported
