@@ -2,7 +2,8 @@
 
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
 
 from pipeline.common.errors import UserError, nearest
 from pipeline.config.domain_names import (
@@ -18,6 +19,8 @@ from pipeline.config.settings import (
     SAMPLERS,
     Config,
     EndpointSettings,
+    GRPOSettings,
+    RolloutSettings,
     Section,
 )
 
@@ -47,10 +50,13 @@ def changed(section: Section) -> list[str]:
 
 def check(config: Config) -> None:
     """Raise UserError for the first contradiction between settings."""
-    for rules in (_environments, _endpoints, _rewards, _names, _curriculum, _loss, _run):
+    for rules in (_environments, _endpoints, _rewards, _names, _curriculum, _numbers):
         for is_broken, message in rules(config):
             if is_broken:
                 raise UserError(message)
+    for row in CONTRADICTIONS:
+        if row.applies(config):
+            raise UserError(row.message(config))
 
 
 def refuse_placeholders(config: Config) -> None:
@@ -68,84 +74,29 @@ def _endpoints_of(config: Config) -> dict[str, EndpointSettings]:
 
 def left_out(config: Config) -> list[str]:
     """Return a line for each setting without effect, such as an environment of no domain."""
-    data = config.data
-    run = config.run
-    is_trained = config.grpo.use_grpo
-    evaluation = config.evaluation
-    untrained = "nothing is trained, so"
-    rows = [
-        (
-            run.push_to_hub and not is_trained,
-            f"push_to_hub: {untrained} nothing is uploaded",
-        ),
-        (
-            run.keep_best and not is_trained,
-            f"keep_best: {untrained} there is no checkpoint to keep",
-        ),
-        (
-            config.rft.rft_rounds > 0 and not is_trained,
-            f"rft_rounds: {untrained} there is no rejection fine-tuning",
-        ),
-        (
-            run.hub_model_id is not None and not run.push_to_hub and is_trained,
-            "hub_model_id: has no effect without push_to_hub",
-        ),
-        (
-            config.tracking.log_completions_steps > 0 and not config.tracking.report_to,
-            "log_completions_steps: has no effect with report_to none",
-        ),
-        (
-            data.tau2 is None and bool(data.tau2_arguments),
-            "tau2_arguments: has no effect without tau2",
-        ),
-        (
-            config.grpo.shard != "full" and not config.grpo.reshard_after_forward,
-            "reshard_after_forward: has no effect without shard full",
-        ),
-        *(
-            (
-                not run.plan and name in changed(run),
-                f"{name}: has no effect without plan",
-            )
-            for name in ("plan_tflops", "plan_bandwidth")
-        ),
-        (
-            is_trained
-            and evaluation.kl_probe_tasks > 0
-            and evaluation.validation_steps == 0
-            and len(config.stage_names) > 1,
-            f"kl_probe_tasks: got {evaluation.kl_probe_tasks}, but the KL of learned domains is "
-            "measured in validations, and validation_steps is 0",
-        ),
-        (
-            data.skip_long_tasks and not (data.tasks or data.eval_tasks),
-            "skip_long_tasks: has no effect without tasks or eval_tasks",
-        ),
+    lines = [row.message(config) for row in WITHOUT_EFFECT if row.applies(config)]
+    used = ",".join(config.data.domains)
+    lines += [
+        f"environments: {name} is not used; add {name} to domains {used}"
+        for name in config.data.environments
+        if name not in config.data.domains
     ]
-    used = ",".join(data.domains)
-    rows += [
-        (
-            name not in data.domains,
-            f"environments: {name} is not used; add {name} to domains {used}",
-        )
-        for name in data.environments
-    ]
-    rows += [
-        (config.rollout.sampler != sampler, f"{name}: has no effect without sampler {sampler}")
+    needed = {name: "plan" for name in ("plan_tflops", "plan_bandwidth") if not config.run.plan}
+    needed |= {
+        name: f"sampler {sampler}"
         for sampler in SAMPLERS
-        for name in changed(config.rollout)
-        if name.startswith(f"{sampler}_")
+        for name in RolloutSettings.model_fields
+        if name.startswith(f"{sampler}_") and config.rollout.sampler != sampler
+    }
+    if config.rollout.sampler_facts.is_exact:
+        inexact = " or ".join(name for name, facts in SAMPLERS.items() if not facts.is_exact)
+        names = (n for n in GRPOSettings.model_fields if n.startswith("vllm_importance_sampling_"))
+        needed |= dict.fromkeys(names, f"sampler {inexact}")
+    given = {*changed(config.run), *changed(config.rollout), *changed(config.grpo)}
+    return [
+        *lines,
+        *(f"{n}: has no effect without {what}" for n, what in needed.items() if n in given),
     ]
-    inexact = " or ".join(name for name, facts in SAMPLERS.items() if not facts.is_exact)
-    rows += [
-        (
-            config.rollout.sampler_facts.is_exact,
-            f"{name}: has no effect without sampler {inexact}",
-        )
-        for name in changed(config.grpo)
-        if name.startswith("vllm_importance_sampling_")
-    ]
-    return [line for has_no_effect, line in rows if has_no_effect]
 
 
 def _environments(config: Config) -> Rows:
@@ -265,153 +216,213 @@ def _unknown_domain(name: str, known: Sequence[str]) -> str:
 def _curriculum(config: Config) -> Rows:
     curriculum = config.curriculum
     stages = config.stage_names
-    return [
-        (
-            bool(curriculum.order) and curriculum.is_joint,
-            f"order: got {','.join(curriculum.order)} with curriculum {curriculum.curriculum}, "
-            "whose stage holds all domains; take one of the two out",
-        ),
-        (
-            curriculum.replay + curriculum.preview >= 1,
-            f"preview: got {curriculum.preview:g}, with replay {curriculum.replay:g}; leave groups "
-            "to each stage's own domain: a sum below 1",
-        ),
-        *(
-            (
-                sum(shares.values()) > 1 + 1e-9,
-                f"family_shares: {domain}: got the sum {sum(shares.values()):g}; give at most 1",
-            )
-            for domain, shares in curriculum.family_shares.items()
-        ),
-        *(
-            (
-                stage in curriculum.stage_steps,
-                f"stage_tasks: got {stage}, as stage_steps has; give one",
-            )
-            for stage in curriculum.stage_tasks
-        ),
-        (
-            curriculum.plateau_patience > 0 and not config.evaluation.validation_steps,
-            "plateau_patience: give validation_steps more than 0, or take it out",
-        ),
-        *(
-            (
-                stages.count(stage) > 1,
-                f"order: two stages are called {stage}; rename that domain",
-            )
-            for stage in stages
-        ),
-    ]
+    order = ",".join(curriculum.order)
+    yield (
+        bool(order) and curriculum.is_joint,
+        f"order: got {order} with curriculum {curriculum.curriculum}, whose stage holds all "
+        "domains; take one of the two out",
+    )
+    for domain, shares in curriculum.family_shares.items():
+        total = sum(shares.values())
+        yield total > 1 + 1e-9, f"family_shares: {domain}: got the sum {total:g}; give at most 1"
+    for stage in curriculum.stage_tasks:
+        is_double = stage in curriculum.stage_steps
+        yield is_double, f"stage_tasks: got {stage}, as stage_steps has; give one"
+    for stage in stages:
+        hint = f"order: two stages are called {stage}; rename that domain"
+        yield stages.count(stage) > 1, hint
 
 
-def _loss(config: Config) -> Rows:
+def _numbers(config: Config) -> Rows:
     grpo = config.grpo
-    high = grpo.upper_clip
-    least = grpo.vllm_importance_sampling_clip_min
-    most = grpo.vllm_importance_sampling_clip_max
-    return [
-        (
-            high < grpo.epsilon,
-            f"epsilon_high: got {high}, below epsilon {grpo.epsilon}; give epsilon, more, or null",
-        ),
-        (
-            grpo.loss_type == "cispo" and high < 1,
-            f"epsilon_high: got {high}, the largest ratio of cispo; give 1 or more, such as 5",
-        ),
-        *(
-            (name in changed(grpo), f"{name}: not used by loss_type {grpo.loss_type}; take it out")
-            for name in LOSSES[grpo.loss_type]
-        ),
-        (
-            grpo.delta is not None and grpo.delta <= 1 + high,
-            f"delta: got {grpo.delta}; give more than 1 + epsilon_high, {1 + high}",
-        ),
-        (
-            least is not None and most is not None and least >= most,
-            f"vllm_importance_sampling_clip_min: got {least}, with "
-            f"vllm_importance_sampling_clip_max {most}; give less, or null",
-        ),
-        (
-            grpo.dynamic_sampling and not grpo.drop_zero_std_groups,
-            "drop_zero_std_groups: false contradicts dynamic_sampling; take one of the two out",
-        ),
-        (
-            grpo.shard == "full" and config.run.deterministic,
-            "shard: got full with deterministic, whose sums are of whole gradients; give optimizer "
-            "or none",
-        ),
-        (
-            grpo.scale_lr != "none" and grpo.reference_tasks_per_step is None,
-            f"scale_lr: got {grpo.scale_lr} without reference_tasks_per_step; give the "
-            "tasks_per_step that learning_rate was chosen for",
-        ),
-    ]
+    for name in LOSSES[grpo.loss_type]:
+        yield name in changed(grpo), f"{name}: not used by loss_type {grpo.loss_type}; take it out"
+    highest = 1 + grpo.upper_clip
+    is_low = grpo.delta is not None and grpo.delta <= highest
+    yield is_low, f"delta: got {grpo.delta}; give more than 1 + epsilon_high, {highest}"
+    num_steps = grpo.max_steps if grpo.use_grpo else 0
+    for step in config.run.profile:
+        hint = f"profile: got step {step}, but {num_steps} are trained; name steps from 1 on"
+        yield step > num_steps, hint
+    plan = ",".join(map(str, config.run.plan))
+    is_alone = bool(plan) and not config.run.check
+    yield is_alone, f"plan: got {plan} for a run; give check with it, or take it out"
 
 
-def _run(config: Config) -> Rows:
-    data = config.data
-    rollout = config.rollout
-    run = config.run
-    attention = config.model.attn_implementation
-    num_steps = config.grpo.max_steps if config.grpo.use_grpo else 0
-    return [
-        (
-            config.model.model == "tiny" and attention not in ("sdpa", "eager"),
-            f"attn_implementation: got {attention!r}; give sdpa or eager to the tiny model",
+def _is_above(least: float | None, most: float | None) -> bool:
+    return least is not None and most is not None and least >= most
+
+
+class Row(NamedTuple):
+    """A fault of a setting: when there is one, and a text with the settings in braces."""
+
+    setting: str
+    applies: Callable[[Config], bool]
+    text: str
+
+    def message(self, config: Config) -> str:
+        return f"{self.setting}: {self.text.format(**dict(config))}"
+
+
+CONTRADICTIONS = (
+    # curriculum
+    Row(
+        "preview",
+        lambda c: c.curriculum.replay + c.curriculum.preview >= 1,
+        "got {curriculum.preview:g}, with replay {curriculum.replay:g}; leave groups to each "
+        "stage's own domain: a sum below 1",
+    ),
+    Row(
+        "plateau_patience",
+        lambda c: c.curriculum.plateau_patience > 0 and not c.evaluation.validation_steps,
+        "give validation_steps more than 0, or take it out",
+    ),
+    # GRPO
+    Row(
+        "epsilon_high",
+        lambda c: c.grpo.upper_clip < c.grpo.epsilon,
+        "got {grpo.upper_clip}, below epsilon {grpo.epsilon}; give epsilon, more, or null",
+    ),
+    Row(
+        "epsilon_high",
+        lambda c: c.grpo.loss_type == "cispo" and c.grpo.upper_clip < 1,
+        "got {grpo.upper_clip}, the largest ratio of cispo; give 1 or more, such as 5",
+    ),
+    Row(
+        "vllm_importance_sampling_clip_min",
+        lambda c: _is_above(
+            c.grpo.vllm_importance_sampling_clip_min, c.grpo.vllm_importance_sampling_clip_max
         ),
-        (
-            data.eval_split == "base" and bool(generated_domains(config)),
-            "eval_split: got base, which generated tasks do not have; give test or validation",
+        "got {grpo.vllm_importance_sampling_clip_min}, with vllm_importance_sampling_clip_max "
+        "{grpo.vllm_importance_sampling_clip_max}; give less, or null",
+    ),
+    Row(
+        "drop_zero_std_groups",
+        lambda c: c.grpo.dynamic_sampling and not c.grpo.drop_zero_std_groups,
+        "false contradicts dynamic_sampling; take one of the two out",
+    ),
+    Row(
+        "shard",
+        lambda c: c.grpo.shard == "full" and c.run.deterministic,
+        "got full with deterministic, whose sums are of whole gradients; give optimizer or none",
+    ),
+    Row(
+        "scale_lr",
+        lambda c: c.grpo.scale_lr != "none" and c.grpo.reference_tasks_per_step is None,
+        "got {grpo.scale_lr} without reference_tasks_per_step; give the tasks_per_step that "
+        "learning_rate was chosen for",
+    ),
+    # model, data, rollout
+    Row(
+        "attn_implementation",
+        lambda c: c.model.model == "tiny" and c.model.attn_implementation not in ("sdpa", "eager"),
+        "got {model.attn_implementation!r}; give sdpa or eager to the tiny model",
+    ),
+    Row(
+        "eval_split",
+        lambda c: c.data.eval_split == "base" and bool(generated_domains(c)),
+        "got base, which generated tasks do not have; give test or validation",
+    ),
+    Row(
+        "eval_split",
+        lambda c: c.data.eval_split == "base" and (c.grpo.use_grpo or c.is_supervised),
+        "got base, which has training tasks; give it to evaluate, or give test",
+    ),
+    Row(
+        "max_tokens",
+        lambda c: c.rollout.max_tokens <= c.rollout.max_tokens_per_turn,
+        "got {rollout.max_tokens}, with max_tokens_per_turn {rollout.max_tokens_per_turn}; give an "
+        "episode (prompt included) more than one turn",
+    ),
+    Row(
+        "max_repeated_calls",
+        lambda c: c.rollout.max_repeated_calls == 1,
+        "got 1, which ends all episodes at a call; give 2 or more, or 0",
+    ),
+    # evaluation, run
+    Row(
+        "eval_on_start",
+        lambda c: not (c.evaluation.eval_on_start or c.grpo.use_grpo),
+        "got false for a run that only evaluates; take it out",
+    ),
+    Row(
+        "keep_best",
+        lambda c: c.run.keep_best and not c.evaluation.validation_steps,
+        "needs validations; give validation_steps more than 0, or take it out",
+    ),
+    Row(
+        "plan",
+        lambda c: bool(c.run.plan) and not (c.grpo.use_grpo and c.grpo.max_steps),
+        "got ranks for a run without steps of GRPO; set use_grpo and max_steps, or take plan out",
+    ),
+    Row(
+        "plan",
+        lambda c: bool(c.run.plan) and c.run.deterministic,
+        "got ranks with deterministic, whose exchanges it does not count; take one out",
+    ),
+    Row(
+        "push_to_hub",
+        lambda c: c.run.push_to_hub and c.run.hub_model_id is None,
+        "needs the repository; give hub_model_id, NAME or ORGANISATION/NAME",
+    ),
+    Row(
+        "timeout",
+        lambda c: not c.run.doctor and c.run.timeout <= c.rollout.call_timeout,
+        "got {run.timeout:g}, with call_timeout {rollout.call_timeout:g}; give more than the "
+        "longest call of an environment",
+    ),
+)
+
+WITHOUT_EFFECT = (
+    Row(
+        "push_to_hub",
+        lambda c: c.run.push_to_hub and not c.grpo.use_grpo,
+        "nothing is trained, so nothing is uploaded",
+    ),
+    Row(
+        "keep_best",
+        lambda c: c.run.keep_best and not c.grpo.use_grpo,
+        "nothing is trained, so there is no checkpoint to keep",
+    ),
+    Row(
+        "rft_rounds",
+        lambda c: c.rft.rft_rounds > 0 and not c.grpo.use_grpo,
+        "nothing is trained, so there is no rejection fine-tuning",
+    ),
+    Row(
+        "hub_model_id",
+        lambda c: c.run.hub_model_id is not None and not c.run.push_to_hub and c.grpo.use_grpo,
+        "has no effect without push_to_hub",
+    ),
+    Row(
+        "log_completions_steps",
+        lambda c: c.tracking.log_completions_steps > 0 and not c.tracking.report_to,
+        "has no effect with report_to none",
+    ),
+    Row(
+        "tau2_arguments",
+        lambda c: c.data.tau2 is None and bool(c.data.tau2_arguments),
+        "has no effect without tau2",
+    ),
+    Row(
+        "reshard_after_forward",
+        lambda c: c.grpo.shard != "full" and not c.grpo.reshard_after_forward,
+        "has no effect without shard full",
+    ),
+    Row(
+        "kl_probe_tasks",
+        lambda c: (
+            c.grpo.use_grpo
+            and c.evaluation.kl_probe_tasks > 0
+            and c.evaluation.validation_steps == 0
+            and len(c.stage_names) > 1
         ),
-        (
-            data.eval_split == "base" and (config.grpo.use_grpo or config.is_supervised),
-            "eval_split: got base, which has training tasks; give it to evaluate, or give test",
-        ),
-        (
-            rollout.max_tokens <= rollout.max_tokens_per_turn,
-            f"max_tokens: got {rollout.max_tokens}, with max_tokens_per_turn "
-            f"{rollout.max_tokens_per_turn}; give an episode (prompt included) more than one turn",
-        ),
-        (
-            rollout.max_repeated_calls == 1,
-            "max_repeated_calls: got 1, which ends all episodes at a call; give 2 or more, or 0",
-        ),
-        *(
-            (
-                step > num_steps,
-                f"profile: got step {step}, but {num_steps} are trained; name steps from 1 on",
-            )
-            for step in run.profile
-        ),
-        (
-            not (config.evaluation.eval_on_start or config.grpo.use_grpo),
-            "eval_on_start: got false for a run that only evaluates; take it out",
-        ),
-        (
-            run.keep_best and not config.evaluation.validation_steps,
-            "keep_best: needs validations; give validation_steps more than 0, or take it out",
-        ),
-        (
-            bool(run.plan) and not run.check,
-            f"plan: got {','.join(map(str, run.plan))} for a run; give check with it, or take it "
-            "out",
-        ),
-        (
-            bool(run.plan) and num_steps == 0,
-            "plan: got ranks for a run without steps of GRPO; set use_grpo and max_steps, or take "
-            "plan out",
-        ),
-        (
-            bool(run.plan) and run.deterministic,
-            "plan: got ranks with deterministic, whose exchanges it does not count; take one out",
-        ),
-        (
-            run.push_to_hub and run.hub_model_id is None,
-            "push_to_hub: needs the repository; give hub_model_id, NAME or ORGANISATION/NAME",
-        ),
-        (
-            not run.doctor and run.timeout <= rollout.call_timeout,
-            f"timeout: got {run.timeout:g}, with call_timeout {rollout.call_timeout:g}; give more "
-            "than the longest call of an environment",
-        ),
-    ]
+        "got {evaluation.kl_probe_tasks}, but the KL of learned domains is measured in "
+        "validations, and validation_steps is 0",
+    ),
+    Row(
+        "skip_long_tasks",
+        lambda c: c.data.skip_long_tasks and not (c.data.tasks or c.data.eval_tasks),
+        "has no effect without tasks or eval_tasks",
+    ),
+)

@@ -9,8 +9,8 @@ from trl import GRPOConfig
 
 from pipeline.config.cli import flag, flags_of, parse
 from pipeline.config.recipe import SETTINGS, dump, full_name, instead, load_recipe, trl_names
-from pipeline.config.rules import left_out
-from pipeline.config.settings import GRPOSettings
+from pipeline.config.rules import CONTRADICTIONS, WITHOUT_EFFECT, left_out
+from pipeline.config.settings import Config, GRPOSettings
 from tests.support import ROOT
 from tests.support.messages import refusal, says
 
@@ -478,6 +478,14 @@ def test_the_correction_has_trls_names_and_defaults():
     assert line == "vllm_importance_sampling_clip_min: has no effect without sampler vllm"
     (line,) = left_out(parse(["--vllm-memory", "0.5"]))
     assert line == "vllm_memory: has no effect without sampler vllm"
+
+
+def test_every_row_of_the_rules_is_of_a_setting_and_can_be_told():
+    names = {name for _, name in SETTINGS}
+    for row in (*CONTRADICTIONS, *WITHOUT_EFFECT):
+        assert row.setting in names
+        message = row.message(Config())
+        assert message.startswith(f"{row.setting}: ") and not {*"{}\n"} & {*message}
 
 
 @pytest.mark.parametrize(
