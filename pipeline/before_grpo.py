@@ -123,7 +123,7 @@ def warm_start(run: Run) -> None:
             if run.checkpointer.is_late:
                 run.save(optimizer=optimizer)
 
-        examples = sft_examples(config, parts.chat, parts.domains, ranks.alive)
+        examples = sft_examples(config, parts.chat, parts.demonstrations, ranks.alive)
         schedule = warm_start_schedule(config)
         loss = fine_tune(
             config,

@@ -53,7 +53,7 @@ from pipeline.models.capabilities import enter_ends
 from pipeline.models.chat.fitting import held_clock
 from pipeline.preflight.check import check_and_prepare
 from pipeline.preflight.made_of import hashes_of_modules
-from pipeline.preflight.parts import Prepared
+from pipeline.preflight.parts import Parts
 from pipeline.report.log import RunLog
 from pipeline.report.progress import episodes_of, say_start
 from pipeline.rollout.samplers.choice import Sampler, make_sampler
@@ -72,7 +72,7 @@ class Run:
     """
 
     config: Config
-    parts: Prepared  # domains, tasks, stages, tokenizer
+    parts: Parts  # domains, tasks, stages, tokenizer
     folder: Path
 
     accelerator: Any
@@ -214,7 +214,7 @@ class Run:
             further: dict[str, Any] = {"best": self.state.best, "about": self.parts.about}
             further |= {"rft": self.state.rft, "start": self.state.start_report}
             further |= {
-                "unseen": self.parts.unseen,
+                "unseen": self.parts.prompts.unseen,
                 "agents": self.state.agents,
                 "made_of": self.state.made_of,
             }
@@ -274,7 +274,8 @@ class Origin:
     folder: Path
     files: Opened | None  # the open folder, on rank 0
     resumed: Path | None  # the checkpoint from which the run goes on
-    parts: Prepared
+    parts: Parts
+    episodes_at_once: int
     model: Any
     saved_state: SavedState  # of the checkpoint, or empty
     state: TrainState
@@ -286,7 +287,8 @@ def agree_on_origin(config: Config, accelerator: Any, ranks: Ranks, watchdog: Wa
     Raises UserError if the ranks, or a run and its checkpoint, are made of different things.
     """
     folder = share_folder(config, ranks)
-    parts = check_and_prepare(config, ranks.all_gather_objects(held_clock(), "clock")[0])
+    clock = ranks.all_gather_objects(held_clock(), "clock")[0]
+    parts, episodes_at_once = check_and_prepare(config, clock)
     about = parts.about
     files, resumed = open_together(config, folder, ranks, parts.tokenizer, about, parts.made_of)
     watchdog.can_resume = resumed is not None
@@ -314,6 +316,7 @@ def agree_on_origin(config: Config, accelerator: Any, ranks: Ranks, watchdog: Wa
         files=files,
         resumed=resumed,
         parts=parts,
+        episodes_at_once=episodes_at_once,
         model=model,
         saved_state=saved_state,
         state=state,
@@ -350,9 +353,8 @@ def make_learner(
         say(f"warning: {learner.note}")
     if config.grpo.shard != "none" and ranks.num_ranks == 1:
         say("note: shard has no effect on one rank")
-    first = config.data.domains[0]
-    learner.check_agreement(parts.prompt_ids(first, parts.longest[first][0]))
-    learner.sampling.max_episodes = parts.episodes_at_once
+    learner.check_agreement(parts.longest_prompt)
+    learner.sampling.max_episodes = origin.episodes_at_once
     models = (customers.model if customers else None, judge)
     return learner, [model for model in models if model]
 

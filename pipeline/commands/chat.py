@@ -63,7 +63,7 @@ def main(argv: list[str]) -> int:
     domain = load_domains(config)[name]
     chat = chat_of(checkpoint, domain)
     rewards = load_reward_functions(config)
-    is_long = long_prompts(config, domain, chat)
+    is_long = long_prompts(config, chat)
     sets = task_sets(config, domain, callables_of(rewards), is_long)
     task = find_task(sets, domain, options.task, seed)
     place: Terminal | ChatPage = Terminal()

@@ -24,7 +24,7 @@ from pipeline.common.untrusted import (
     shown,
 )
 from pipeline.data.rows import DatasetRows, JoinedRows, rows_of_dataset_file
-from pipeline.data.tasks import Tasks, Visit, load_tasks, tasks_of
+from pipeline.data.tasks import Tasks, load_tasks, tasks_of
 
 KINDS = ("json", "parquet", "csv", "arrow")  # formats whose rows cannot refer to other files
 CARDS = ("README.md", ".huggingface.yaml")  # files that name a dataset's data files
@@ -37,7 +37,6 @@ def open_tasks(
     domain: str,
     source: str,
     split: str,
-    visit: Visit = None,
     has_columns: bool = False,
     setting: str = "tasks",
 ) -> Tasks:
@@ -47,7 +46,7 @@ def open_tasks(
         got = f"got {shown(source)}, a file of a dataset"
         raise UserError(f"{setting}: {domain}: {got}; give its folder, or a JSON Lines file")
     if path.is_file():
-        return load_tasks(path, domain, visit, has_columns)
+        return load_tasks(path, domain, has_columns)
     where = f"{setting}: {domain}: got {shown(source)}, which is no file"
     if not path.is_dir() and (path.suffix in (".json", ".jsonl") or os.path.lexists(source)):
         raise UserError(f"{where}; give an existing file")
@@ -62,7 +61,7 @@ def open_tasks(
         remedy = f"give a file, a folder or a hub id, or set {split_setting}"
         raise UserError(f"{where}, nor a dataset that {fault}; {remedy}") from None
     rows = dataset if isinstance(dataset, JoinedRows) else DatasetRows(dataset, name)
-    return tasks_of(rows, domain, visit, has_columns)
+    return tasks_of(rows, domain, has_columns)
 
 
 def has_split(source: str, split: str) -> bool:

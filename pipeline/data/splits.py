@@ -8,7 +8,7 @@ and in which a row that is added or moved changes the place of no other row.
 import json
 import re
 from array import array
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any
@@ -17,8 +17,7 @@ from unicodedata import normalize
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline.data.rows import KEYS, TaskRow
-from pipeline.data.tasks import SCENARIO, Message, Task, columns_text
+from pipeline.data.tasks import SCENARIO, Message, Task
 
 LEAST = 3  # different tasks: to train, to validate, to hold out
 HELD_BACK_SHARE = 5  # at most a fifth of the rows is held out, and at most a fifth validates
@@ -39,37 +38,56 @@ class Split:
 
 
 class Census:
-    """Collects of each row its hashes, its family, and its prompt's characters.
+    """Has of each row of a source its hashes, its family, and its prompt's characters.
 
     Rows of which `same` is equal are one task. Where an environment makes the tasks from ids, as a
     game does, all rows are alike: with fewer than LEAST contents, the ids tell tasks apart.
     """
 
-    def __init__(self, same: Same, by_prompt: bool = False, taken: Collection[int] = ()) -> None:
-        """No part uses rows of which `same` is in `taken`. With `by_prompt`, ids tell nothing."""
+    def __init__(
+        self,
+        tasks: Iterable[Task],
+        same: Same,
+        by_prompt: bool = False,
+        held_out: Sequence[Task] = (),
+    ) -> None:
+        """No part uses rows that are equal to a task of `held_out`.
+
+        With `by_prompt`, the prompt is all that a model sees of a task, and ids tell nothing.
+        """
         self.lengths = array("Q")
-        self._same_of = same
         self._by_prompt = by_prompt
-        self._taken = np.array([*taken], dtype=np.uint64)
+        self._held_out = held_out
+        self._taken = np.array([*{same_task(same, t) for t in held_out}], dtype=np.uint64)
         self._same = array("Q")
         self._contents = array("Q")  # decide the order of the rows
         self._ids = array("Q")  # their hashes
         self._families = array("Q")
         self._numbers: dict[str, int] = {}  # of families
+        for task in tasks:
+            self.lengths.append(num_characters(task.prompt))
+            self._same.append(same_task(same, task))
+            self._contents.append(self._content(task))
+            self._ids.append(_hash(task.id))
+            self._families.append(self._numbers.setdefault(task.family, len(self._numbers)))
 
-    def add(self, row: TaskRow) -> None:
-        """Count a checked row with an id."""
-        self.lengths.append(num_characters(row["prompt"]))
-        self._same.append(same_row(self._same_of, row))
-        content = seen_of(row["prompt"], row) if self._by_prompt else content_of_row(row)
-        self._contents.append(content)
-        self._ids.append(_hash(row["id"]))
-        family = row.get("family", "")
-        self._families.append(self._numbers.setdefault(family, len(self._numbers)))
+    def _content(self, task: Task) -> int:
+        columns = json.loads(task.columns)
+        if self._by_prompt:
+            return seen_of(task.prompt, columns)
+        return content_of(task.prompt, task.payload, columns)
 
     @property
-    def has_families(self) -> bool:
-        return len(self._numbers) > 1
+    def held_out_row(self) -> int | None:
+        """The number of the first row with the content of a task of `held_out`."""
+        known = {*map(self._content, self._held_out)}
+        return next((n for n, content in enumerate(self._contents) if content in known), None)
+
+    @property
+    def how_drawn(self) -> str:
+        """How rows are drawn, in words."""
+        has_families = len(self._numbers) > 1
+        return "drawn by a hash of the task" + ", evenly over `family`" * has_families
 
     @property
     def is_by_id(self) -> bool:
@@ -162,14 +180,6 @@ def seen_of(prompt: Iterable[Message], columns: Mapping[str, Any]) -> int:
     return content_of(prompt, columns={SCENARIO: columns.get(SCENARIO)})
 
 
-def content_of_task(task: Task) -> int:
-    return content_of(task.prompt, task.payload, json.loads(task.columns))
-
-
-def content_of_row(row: TaskRow) -> int:
-    return content_of(row["prompt"], _payload(row), _columns(row))
-
-
 def num_characters(prompt: Iterable[Message]) -> int:
     return sum(len(message["content"]) for message in prompt)
 
@@ -195,10 +205,6 @@ def same_by(read: Collection[str] | None) -> Same:
     return same
 
 
-def same_row(same: Same, row: TaskRow) -> int:
-    return same(row["prompt"], _payload(row), _columns(row))
-
-
 def same_task(same: Same, task: Task) -> int:
     return same(task.prompt, task.payload, json.loads(task.columns))
 
@@ -216,13 +222,3 @@ def plain_words(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: plain_words(of) for key, of in value.items()}
     return [*map(plain_words, value)] if isinstance(value, list) else value
-
-
-def _payload(row: TaskRow) -> str:
-    payload = row.get("payload", {})
-    return payload if isinstance(payload, str) else json.dumps(payload)
-
-
-def _columns(row: TaskRow) -> dict[str, Any]:
-    columns: dict[str, Any] = json.loads(columns_text({key: row[key] for key in row.keys() - KEYS}))
-    return columns

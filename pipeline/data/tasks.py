@@ -27,14 +27,12 @@ from pipeline.data.rows import (
     OPTIONAL,
     ROUTE,
     Rows,
-    TaskRow,
     row_problem,
     rows_of_file,
     with_usual_messages,
 )
 
 Message = dict[str, Any]
-Visit = Callable[[TaskRow], None] | None  # a function that is called with each checked row
 HELD_OUT = "held-out tasks of "  # and a domain: their name among what a run is made of
 SCENARIO = "scenario"  # a column, or an environment's attribute: a customer's instructions
 MODULE = "module "  # and its name: a file with user code, in the same place
@@ -99,10 +97,10 @@ class Tasks(Sequence[Task]):
         return next(map(self._where, found), "")
 
 
-def load_tasks(path: Path, domain: str, visit: Visit = None, has_columns: bool = False) -> Tasks:
+def load_tasks(path: Path, domain: str, has_columns: bool = False) -> Tasks:
     """Return the tasks of a domain's JSON or JSONL file. Raises UserError for an invalid task."""
     try:
-        return tasks_of(rows_of_file(path), domain, visit, has_columns)
+        return tasks_of(rows_of_file(path), domain, has_columns)
     except UserError:
         raise
     except (OSError, ValueError) as error:  # ValueError: the file is not UTF-8, or too large
@@ -110,8 +108,8 @@ def load_tasks(path: Path, domain: str, visit: Visit = None, has_columns: bool =
         raise UserError(f"{path}: {why}; check the path") from None
 
 
-def tasks_of(rows: Rows, domain: str, visit: Visit = None, has_columns: bool = False) -> Tasks:
-    """Check all rows, call `visit` with each row, return tasks. Raises UserError for a bad row.
+def tasks_of(rows: Rows, domain: str, has_columns: bool = False) -> Tasks:
+    """Check all rows and return them as tasks. Raises UserError for a bad row.
 
     If `has_columns` is False, a key that no task has is an error.
     """
@@ -132,8 +130,6 @@ def tasks_of(rows: Rows, domain: str, visit: Visit = None, has_columns: bool = F
             raise UserError(f"{where}: {used}; give every task its own id")
         indices.append(number)
         names |= dict.fromkeys(full)
-        if visit is not None:
-            visit(full)
     if not seen:
         of_domain = f" of {domain}" if has_columns else ""
         raise UserError(

@@ -9,6 +9,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -64,8 +65,64 @@ def read_demonstrations(path: Path) -> list[Demonstration]:
     return demonstrations
 
 
+class Demonstrations:
+    """What a domain shows a warm start: the conversations of its file, or `count` of its expert.
+
+    They are made when they are first asked for, and kept until `forget`. Raises UserError then for
+    an invalid line of the file, or if the expert fails on a task.
+    """
+
+    def __init__(self, config: Config, domain: Domain, count: int) -> None:
+        self.domain = domain
+        self.count = count
+        self.file = config.data.demonstrations.get(domain.name)
+        self._config = config
+        self.forget()
+
+    def forget(self) -> None:
+        self._made = list[Demonstration]()
+        self._rest = demonstrations_of(self._config, self.domain, self.count)
+
+    def __iter__(self) -> Iterator[Demonstration]:
+        yield from self._made
+        for demonstration in self._rest:
+            self._made.append(demonstration)
+            yield demonstration
+
+    def words(self) -> list[str]:
+        """Return up to MAX_WORDS frequent texts of the demonstrations; see `words_of`."""
+        few = min(MAX_READ, self.count, self.domain.max_tasks or self.count)
+        is_all = self.file is not None or few == self.count
+        made = self if is_all else demonstrations_of(self._config, self.domain, few)
+        return words_of([*made], [self.domain.name, *names_of(self.domain.tools)])
+
+
 def has_demonstrations(config: Config, domain: Domain) -> bool:
     return domain.name in config.data.demonstrations or domain.expert is not None
+
+
+def warm_start_demonstrations(
+    config: Config, domains: Mapping[str, Domain]
+) -> dict[str, Demonstrations]:
+    """Return the demonstrations of each domain that has some; none without a warm start.
+
+    Each domain gives the same number of examples.
+    """
+    if not config.grpo.use_grpo:
+        return {}
+    sources = [domain for domain in domains.values() if has_demonstrations(config, domain)]
+    num_examples = config.warm_start.steps * config.warm_start.batch_size
+    count = -(-num_examples // max(1, len(sources)))
+    return {d.name: Demonstrations(config, d, count) for d in sources if count}
+
+
+def with_words(
+    domains: Mapping[str, Domain], demonstrations: Mapping[str, Demonstrations]
+) -> Iterator[Domain]:
+    """Yield the domains; those without `WORDS` get the words of their demonstrations."""
+    for name, domain in domains.items():
+        is_wordless = name in demonstrations and not domain.words()
+        yield replace(domain, words=demonstrations[name].words) if is_wordless else domain
 
 
 def demonstrations_of(config: Config, domain: Domain, count: int) -> Iterator[Demonstration]:
@@ -107,13 +164,6 @@ def _drawn(config: Config, domain: Domain, count: int) -> Iterator[tuple[Task, i
         number, place = divmod(places[family], len(indices))
         places[family] += 1
         yield mixture[indices[place]], number
-
-
-def words_of_demonstrations(config: Config, domain: Domain, count: int) -> list[str]:
-    """Return up to MAX_WORDS frequent texts of a domain's demonstrations; see `words_of`."""
-    count = min(MAX_READ, count, domain.max_tasks or count)
-    made = list(demonstrations_of(config, domain, count))
-    return words_of(made, [domain.name, *names_of(domain.tools)])
 
 
 def names_of(tools: Iterable[Mapping[str, Any]]) -> list[str]:

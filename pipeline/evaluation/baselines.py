@@ -44,6 +44,13 @@ def baselines(
     return {name: _of_domain(calls, domains[name], tasks[name], judge) for name in tasks}
 
 
+def check_baselines(domains: Mapping[str, Domain], tasks: Mapping[str, Sequence[Task]]) -> None:
+    """Raise UserError if the policies of a domain fail on its first task."""
+    for name, domain in domains.items():
+        if domain.baselines is not None:
+            baseline_calls(domain, tasks[name][0])
+
+
 def baseline_calls(domain: Domain, task: Task) -> dict[str, list[Call | str]]:
     """Return the calls and messages of a domain's own policies.
 

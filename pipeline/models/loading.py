@@ -71,6 +71,13 @@ def load_tokenizer(settings: ModelSettings, domains: Iterable[Domain] = ()) -> A
     return tokenizer
 
 
+def tokenizer_settings(config: Config, checkpoint: Path | None) -> ModelSettings:
+    """Return where the tokenizer is: that of a resumed run's tiny model is in the checkpoint."""
+    if config.model.model != "tiny" or checkpoint is None:
+        return config.model
+    return config.model.model_copy(update={"model": str(checkpoint)})
+
+
 def _tokenizer_of_files(name: str, **options: Any) -> Any:
     """Load a tokenizer that does what its tokenizer.json says, if there is this file.
 

@@ -46,11 +46,15 @@ class Memory:
     """
 
     def __init__(
-        self, config: Config, tokenizer: Any = None, prompts: Mapping[str, int] | None = None
+        self,
+        config: Config,
+        tokenizer: Any = None,
+        prompts: Mapping[str, int] | None = None,
+        model: Any = None,
     ) -> None:
-        """`prompts` has the tokens of each domain's longest prompt."""
+        """`prompts` has the tokens of each domain's longest prompt; `model` is the empty model."""
         self.config = config
-        self.model = empty_model(config, tokenizer)
+        self.model = empty_model(config, tokenizer) if model is None else model
         self.prompts = prompts or {}
         self.shape = self.model.config.get_text_config()
         self.dtype = dtype_of(config.model)

@@ -5,7 +5,6 @@ import shutil
 import sys
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import replace
 from importlib.util import find_spec
 
 from pipeline.checkpoints.run_folder import check_folder, folder_of
@@ -16,31 +15,34 @@ from pipeline.config.rules import left_out
 from pipeline.config.settings import SAMPLERS, Config
 from pipeline.distributed.main_memory import main_memory, refuse_too_many
 from pipeline.models.fitting import fitted
-from pipeline.models.loading import SHAPES
+from pipeline.models.loading import SHAPES, empty_model
 from pipeline.models.memory import GIB, Memory
 from pipeline.models.model_checks import check_model
-from pipeline.preflight.parts import Prepared, prepare
+from pipeline.preflight.parts import Parts, prepare
 from pipeline.rollout.samplers.choice import choose, refuse_missing
 
 
-def check_and_prepare(config: Config, clock: str | None = None) -> Prepared:
+def check_and_prepare(config: Config, clock: str | None = None) -> tuple[Parts, int]:
     """Check the settings, tasks, model and memory of a run, on every rank. Raises UserError.
 
-    `clock` is what the chat template of a new run reads instead of the clock.
+    Returns the parts of the run, and how many episodes play at once: `max_concurrent_episodes`, or
+    fewer if no more fit into memory. `clock` is what the chat template of a new run reads instead
+    of the clock.
     """
     refuse_missing(config.rollout.sampler_facts)
     parts = prepare(config, clock=clock)
-    _, notes = check_model(config, parts.tokenizer)
+    model = empty_model(config, parts.tokenizer)
+    _, notes = check_model(config, model, parts.tokenizer)
     lines = [f"note: {note}" for note in parts.notes]
     lines += [f"warning: {warning}" for warning in (*left_out(config), *parts.warnings, *notes)]
-    memory = Memory(config, parts.tokenizer, parts.longest_prompts())
+    memory = Memory(config, prompts=parts.prompts.longest, model=model)
     lines += memory.lower_episodes()
     if os.environ.get("RANK", "0") == "0":
         for line in lines:
             say(line, sys.stdout)
     refuse_full_disk(memory)
     memory.refuse_lack()
-    return replace(parts, episodes_at_once=memory.config.rollout.max_concurrent_episodes)
+    return parts, memory.config.rollout.max_concurrent_episodes
 
 
 def main(config: Config, *, measures: bool = False) -> int:
@@ -62,11 +64,12 @@ def main(config: Config, *, measures: bool = False) -> int:
             f"  not checked: tokenizer and template ({error}); the embedded tokenizer counts below"
         )
         parts = prepare(config, with_tiny_tokenizer=True)
-    why, notes = check_model(config, parts.tokenizer)
+    model = empty_model(config, parts.tokenizer)
+    why, notes = check_model(config, model, parts.tokenizer)
     lines.append(f"sampling: {_sampling(config, why)}")
     lines += [f"model: {note}" for note in notes]
     lines += [f"warning: {warning}" for warning in (*left_out(config), *parts.warnings)]
-    memory = Memory(config, parts.tokenizer, parts.longest_prompts())
+    memory = Memory(config, prompts=parts.prompts.longest, model=model)
     if memory.is_here:
         lines += memory.lower_episodes()
     print("\n".join([*lines, *_plan(config, parts), "", *memory.table()]), flush=True)
@@ -110,7 +113,7 @@ def refuse_full_disk(memory: Memory) -> None:
         )
 
 
-def _plan(config: Config, parts: Prepared) -> Iterator[str]:
+def _plan(config: Config, parts: Parts) -> Iterator[str]:
     yield from (f"note: {note}" for note in parts.notes)
     yield "tasks"
     for domain, tasks in parts.train.items():
@@ -141,7 +144,7 @@ def _plan(config: Config, parts: Prepared) -> Iterator[str]:
         f"prompts (limits: {limits.max_tokens} tokens an episode, {limits.max_tokens_per_turn} a "
         "turn)"
     )
-    for domain, longest in parts.longest_prompts().items():
+    for domain, longest in parts.prompts.longest.items():
         yield f"  {domain}: longest prompt {longest} tokens"
     for domain, tasks in parts.train.items():
         text = parts.tokenizer.decode(parts.prompt_ids(domain, tasks[0]))

@@ -21,25 +21,23 @@ from pipeline.models.chat.fitting import without_clock
 RULES = ("clean_up_tokenization_spaces", "split_special_tokens", "response_template")
 
 
-def made_of(
-    config: Config, sets: Mapping[str, TaskSets], graded: Mapping[tuple[str, str], Iterable[Task]]
-) -> dict[str, str]:
+def made_of(config: Config, tasks: Mapping[str, TaskSets], tokenizer: Any) -> dict[str, str]:
     """Return the SHA-256 of each thing that a run is made of, by its name.
 
-    `graded` has the training tasks of curricula with difficulties, by domain and difficulty. Of
-    code, the files of modules that settings name count, and of the modules beside them that they
+    Of code, the files of modules that settings name count, and of the modules beside them that they
     import: not this package, and not installed ones.
     """
     found = {}
-    for name, of in sets.items():
+    for name, of in tasks.items():
         found[f"training tasks of {name}"] = _hash_of_tasks(of.train)
         found[f"validation tasks of {name}"] = _hash_of_tasks(of.validation)
         found[HELD_OUT + name] = _hash_of_tasks(of.held_out)
-    for (name, difficulty), tasks in graded.items():
-        found[f"training tasks of {name} ({difficulty})"] = _hash_of_tasks(tasks)
+    for name, of in tasks.items():
+        for difficulty, graded in of.graded.items():
+            found[f"training tasks of {name} ({difficulty})"] = _hash_of_tasks(graded)
     for name, path in config.data.demonstrations.items():
         found[f"demonstrations of {name}"] = _hash_of_files(Path(path))
-    return found | hashes_of_modules(config)
+    return found | hashes_of_modules(config) | hashes_of_tokenizer(tokenizer)
 
 
 def hashes_of_modules(config: Config) -> dict[str, str]:

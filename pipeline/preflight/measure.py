@@ -25,7 +25,7 @@ from pipeline.distributed.ranks import Ranks
 from pipeline.models import lora
 from pipeline.models.memory import GIB, Memory
 from pipeline.models.rank_memory import cost_of_a_pair
-from pipeline.preflight.parts import Prepared
+from pipeline.preflight.parts import Parts
 from pipeline.rollout.episode import RolloutRequest
 from pipeline.rollout.samplers.choice import make_sampler
 from pipeline.rollout.trajectory import Trajectory
@@ -39,7 +39,7 @@ PLAYED = 64  # held-out tasks that are played to say how long evaluations take
 PLAYED_S = 60.0  # seconds after which this ends
 
 
-def measured(memory: Memory, parts: Prepared) -> Iterator[str]:
+def measured(memory: Memory, parts: Parts) -> Iterator[str]:
     """Play the longest group that the settings allow, do one update, and yield what both need.
 
     Before that, sampler and trainer are compared, as in a run. On a GPU, a peak is what torch has
@@ -52,8 +52,7 @@ def measured(memory: Memory, parts: Prepared) -> Iterator[str]:
         return
     learner, ranks = alone(config, parts)
     device = learner.accelerator.device
-    first = config.data.domains[0]
-    prompt = parts.prompt_ids(first, parts.longest[first][0])
+    prompt = parts.longest_prompt
     learner.check_agreement(prompt)
     yield "sampler and trainer compute the same log-probabilities"
     size = config.rollout.num_generations
@@ -114,7 +113,7 @@ def num_evaluations(config: Config, stages: Sequence[Stage]) -> tuple[int, int]:
 
 
 def time_of_evaluations(
-    learner: Learner, parts: Prepared, config: Config, num_ranks: int
+    learner: Learner, parts: Parts, config: Config, num_ranks: int
 ) -> Iterator[str]:
     """Play held-out tasks for PLAYED_S seconds at most; yield how long the evaluations take."""
     tasks = [task for of in parts.held_out.values() for task in of]
@@ -169,7 +168,7 @@ def why_not(memory: Memory) -> str:
     return f"the weights of {base} are not on this machine"
 
 
-def alone(config: Config, parts: Prepared) -> tuple[Learner, Ranks]:
+def alone(config: Config, parts: Parts) -> tuple[Learner, Ranks]:
     """Return the learner of a run of one rank before its training, and that rank.
 
     A run with LoRA gets new adapters.

@@ -14,7 +14,7 @@ from pipeline.models.capabilities import idle_weights
 from pipeline.models.layers import outer_layers
 from pipeline.models.memory import GIB, Memory
 from pipeline.preflight.measure import alone, asks_endpoints, updater_of, why_not
-from pipeline.preflight.parts import Prepared
+from pipeline.preflight.parts import Parts
 from pipeline.training.collect import play_groups
 
 SHARDS = ("none", "optimizer", "full")
@@ -22,7 +22,7 @@ TIMES = 3  # that a part of a step is measured
 TFLOPS = 200.0  # of a GPU in training, if nothing is measured: a fifth of an H100's peak in bf16
 
 
-def plan(memory: Memory, parts: Prepared) -> Iterator[str]:
+def plan(memory: Memory, parts: Parts) -> Iterator[str]:
     """Yield a line for each number of ranks and way of sharding, and then what they assume.
 
     One rank has nothing to spread, so it has one line.
@@ -73,7 +73,7 @@ def _why_counted(memory: Memory) -> str:
     return f"not measured ({why})" if why else ""
 
 
-def measured(config: Config, parts: Prepared, counts: list[int]) -> dict[int, float]:
+def measured(config: Config, parts: Parts, counts: list[int]) -> dict[int, float]:
     """Return the seconds in which this process does a rank's part of a step, by number of ranks.
 
     The median of TIMES counts: the first takes longer.

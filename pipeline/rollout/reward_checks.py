@@ -11,6 +11,7 @@ from pipeline.data.tasks import Message, Task
 from pipeline.environments.calls import guarded
 from pipeline.environments.domains import Domain
 from pipeline.environments.faults import EnvironmentFault
+from pipeline.environments.task_sets import TaskSets
 from pipeline.environments.tools import RandomState, started
 from pipeline.rollout.rewards import (
     JUDGE,
@@ -35,8 +36,7 @@ def check_reward_functions(
     rewards: RewardFunctions | None,
     config: Config,
     domains: Mapping[str, Domain],
-    tasks: Mapping[str, Sequence[Task]],
-    held_out: Mapping[str, Sequence[Task]],
+    tasks: Mapping[str, TaskSets],
 ) -> list[str]:
     """Try the reward functions; return notes on functions and on columns that are not used.
 
@@ -60,19 +60,10 @@ def check_reward_functions(
                 f"{name}: its loop returns the reward; no reward function is called for it"
             )
             continue
-        columns = columns_of(tasks[name][0])
-        if judge and JUDGE in columns:
-            raise UserError(
-                f"{name}: its tasks have a column {JUDGE}; this is the judge's name in reward "
-                "functions; rename the column"
-            )
-        applying = [function for function in functions if not function.missing([*columns, *judge])]
-        for function in functions:
-            if lacking := function.missing([*columns, *judge]):
-                names = [f"{n} (which judge_url gives)" if n == JUDGE else n for n in lacking]
-                given = f"its tasks have no {', '.join(names)}, only {', '.join(columns)}"
-                missing[function.name] = given
-                notes.append(f"reward function {function.name} is not called for {name}: {given}")
+        lacking = _lacking(functions, judge, domain, tasks[name].train[0])
+        missing |= lacking
+        notes += [f"reward function {f} is not called for {name}: {w}" for f, w in lacking.items()]
+        applying = [function for function in functions if function.name not in lacking]
         summed = [f"{function.name} (weight {function.weight:g})" for function in applying]
         if domain.own_reward:
             summed.insert(0, f"get_reward of {domain.own_reward} (weight 1)")
@@ -80,24 +71,10 @@ def check_reward_functions(
             unscored.append(name)
         elif len(summed) > 1:
             notes.append(f"{name}: the reward is the sum of {' and '.join(summed)}")
-        for task in held_out[name]:
-            known = [k for k, value in columns_of(task).items() if value is not None]
-            for function in applying:
-                # A column that a row of a file lacks is null there; training tasks may have that.
-                lacking = function.missing([*known, *judge])
-                if lacking and not any(
-                    columns_of(t).get(lacking[0], "") is None for t in tasks[name]
-                ):
-                    raise UserError(
-                        f"reward_funcs: {function.name} needs what its training tasks have, but "
-                        f"the held-out tasks of {name} have no {', '.join(lacking)} (task "
-                        f"{shown(task.id)}); add it to them"
-                    )
-        for task in tasks[name][:NUM_REWARDED]:
+        _refuse_other_columns(applying, judge, tasks[name])
+        for task in tasks[name].train[:NUM_REWARDED]:
             _try([f for f in applying if not f.is_async], domain, task, config)
-        if domain.is_single_turn and not any(function.takes_all for function in applying):
-            read = OF_EVERY_TASK.union(*(function.parameters for function in applying))
-            notes += [f"{name}: no one reads the column {c}" for c in sorted(columns.keys() - read)]
+        notes += _unread(applying, domain, tasks[name].train[0])
         used.update(function.name for function in applying)
     for name in missing.keys() - used:
         raise UserError(
@@ -110,6 +87,53 @@ def check_reward_functions(
             "or the environment a get_reward"
         )
     return notes
+
+
+def _lacking(
+    functions: Sequence[RewardFunction], judge: Sequence[str], domain: Domain, task: Task
+) -> dict[str, str]:
+    """Return what a domain's tasks lack, by the name of each function that needs it."""
+    columns = columns_of(task)
+    if judge and JUDGE in columns:
+        raise UserError(
+            f"{domain.name}: its tasks have a column {JUDGE}; this is the judge's name in reward "
+            "functions; rename the column"
+        )
+    lacking = dict[str, str]()
+    for function in functions:
+        if missing := function.missing([*columns, *judge]):
+            names = [f"{n} (which judge_url gives)" if n == JUDGE else n for n in missing]
+            given = f"its tasks have no {', '.join(names)}, only {', '.join(columns)}"
+            lacking[function.name] = given
+    return lacking
+
+
+def _refuse_other_columns(
+    functions: Sequence[RewardFunction], judge: Sequence[str], sets: TaskSets
+) -> None:
+    """Raise UserError if held-out tasks lack a column that a function needs and finds in training.
+
+    A column that a row of a file lacks is null there; training tasks may have that.
+    """
+    for task in sets.held_out:
+        known = [k for k, value in columns_of(task).items() if value is not None]
+        for function in functions:
+            lacking = function.missing([*known, *judge])
+            if lacking and not any(columns_of(t).get(lacking[0], "") is None for t in sets.train):
+                raise UserError(
+                    f"reward_funcs: {function.name} needs what its training tasks have, but the "
+                    f"held-out tasks of {task.domain} have no {', '.join(lacking)} (task "
+                    f"{shown(task.id)}); add it to them"
+                )
+
+
+def _unread(functions: Sequence[RewardFunction], domain: Domain, task: Task) -> list[str]:
+    """Return notes on columns that neither the environment nor a function reads."""
+    if not domain.is_single_turn or any(function.takes_all for function in functions):
+        return []
+    read = OF_EVERY_TASK.union(*(function.parameters for function in functions))
+    unread = sorted(columns_of(task).keys() - read)
+    return [f"{domain.name}: no one reads the column {column}" for column in unread]
 
 
 def _judge_of(

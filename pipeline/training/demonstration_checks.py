@@ -1,52 +1,20 @@
-"""Demonstrations are tried before a run; the tiny model gets their words."""
+"""Demonstrations are tried before a run."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
-from functools import partial
 from itertools import takewhile
-from pathlib import Path
-from typing import Any
 
-from pipeline.checkpoints.run_folder import problem
 from pipeline.common.errors import UserError
 from pipeline.common.untrusted import shown
 from pipeline.config.settings import Config, RolloutSettings
 from pipeline.data.tasks import Task
-from pipeline.environments.demonstrations import (
-    Demonstration,
-    demonstrations_of,
-    has_demonstrations,
-    words_of_demonstrations,
-)
+from pipeline.environments.demonstrations import Demonstration, Demonstrations
 from pipeline.environments.domains import Domain, generated
 from pipeline.environments.task_checks import try_expert
 from pipeline.environments.task_sets import is_single_turn
 from pipeline.models.chat.template import Chat
-from pipeline.models.loading import load_tokenizer
 from pipeline.rollout.limits import TooLow
 from pipeline.rollout.reward_checks import request_key
-from pipeline.training.sft import parts_of, sources_of
-
-
-def tokenizer_of(config: Config, domains: Mapping[str, Domain], resumed: Sequence[Path]) -> Any:
-    """Return the model's tokenizer. The tiny model gets words for domains without `WORDS`.
-
-    The tiny model's tokenizer of a resumed run comes from the run's checkpoint.
-    """
-    settings = config.model
-    has_warm_start = config.grpo.use_grpo and config.warm_start.steps > 0
-    if settings.model != "tiny":
-        return load_tokenizer(settings)
-    if whole := [path for path in resumed if not problem(path)]:
-        return load_tokenizer(settings.model_copy(update={"model": str(whole[0])}))
-    _, count = sources_of(config, domains)
-    known = dict(domains)
-    for name, domain in domains.items():
-        if has_warm_start and not domain.words() and has_demonstrations(config, domain):
-            words = words_of_demonstrations(config, domain, count)
-            known[name] = replace(domain, words=partial(list, words))
-    return load_tokenizer(settings, known.values())
-
+from pipeline.training.sft import parts_of
 
 NUM_TRIED = 100  # maximum number of a file's demonstrations that are checked before a run
 NUM_TRIED_BY_EXPERT = 8  # number of tasks of a domain that the expert must solve before a run
@@ -55,6 +23,7 @@ NUM_TRIED_BY_EXPERT = 8  # number of tasks of a domain that the expert must solv
 def check_demonstrations(
     config: Config,
     domains: Mapping[str, Domain],
+    demonstrations: Mapping[str, Demonstrations],
     chat: Chat,
     held_out: Mapping[str, Sequence[Task]] | None = None,
 ) -> tuple[list[str], list[TooLow]]:
@@ -66,19 +35,20 @@ def check_demonstrations(
     """
     if not config.grpo.use_grpo or config.warm_start.steps == 0:
         return [], []
-    sources, count = sources_of(config, domains)
-    notes = [*_without_demonstrations(config, domains)]
+    notes = [*_without_demonstrations(config, domains, demonstrations)]
     beyond = list[TooLow]()
-    for domain in sources:
-        tried = list(_tried(config, domain, count))
-        notes += _other_tools(domain, tried)
-        notes += _held_out_prompts(config, domain, count, (held_out or {}).get(domain.name, ()))
-        beyond += _beyond_limits(config.rollout, domain, chat, tried)
+    for name, source in demonstrations.items():
+        tried = [*_tried(config, source)]
+        notes += _other_tools(source.domain, tried)
+        notes += _held_out_prompts(source, (held_out or {}).get(name, ()))
+        beyond += _beyond_limits(config.rollout, source.domain, chat, tried)
     return notes, beyond
 
 
-def _without_demonstrations(config: Config, domains: Mapping[str, Domain]) -> Iterator[str]:
-    names = [name for name, d in domains.items() if not has_demonstrations(config, d)]
+def _without_demonstrations(
+    config: Config, domains: Mapping[str, Domain], demonstrations: Mapping[str, Demonstrations]
+) -> Iterator[str]:
+    names = [name for name in domains if name not in demonstrations]
     if not names:
         return
     files = ", ".join(f"{name}: FILE" for name in names)
@@ -92,12 +62,14 @@ def _without_demonstrations(config: Config, domains: Mapping[str, Domain]) -> It
     yield f"{lacking}: only what the model can do already counts there; {remedy}"
 
 
-def _tried(config: Config, domain: Domain, count: int) -> Iterator[Demonstration]:
+def _tried(config: Config, source: Demonstrations) -> Iterator[Demonstration]:
     """Yield some of a domain's demonstrations; raises UserError if the expert fails on a task."""
-    if domain.name in config.data.demonstrations:
-        made = list(demonstrations_of(config, domain, count))
-        yield from made[:: -(-len(made) // NUM_TRIED)]
+    if source.file is not None:
+        every = [*source]
+        yield from every[:: -(-len(every) // NUM_TRIED)]
         return
+    domain = source.domain
+    count = source.count
     threshold = config.evaluation.success_threshold
     limit = domain.max_tasks
     if limit is not None and count > limit:
@@ -114,15 +86,14 @@ def _tried(config: Config, domain: Domain, count: int) -> Iterator[Demonstration
         yield Demonstration(f"the expert's task {shown(task.id)}", messages, tools)
 
 
-def _held_out_prompts(
-    config: Config, domain: Domain, count: int, held_out: Sequence[Task]
-) -> Iterator[str]:
+def _held_out_prompts(source: Demonstrations, held_out: Sequence[Task]) -> Iterator[str]:
     """Yield a warning if a file shows answers to held-out requests."""
-    if domain.name not in config.data.demonstrations:
+    if source.file is None:
         return
+    domain = source.domain
     begins = {
         request_key(takewhile(lambda message: message["role"] != "assistant", one.messages))
-        for one in demonstrations_of(config, domain, count)
+        for one in source
     }
     if seen := sum(request_key(task.prompt) in begins for task in held_out):
         but = "" if is_single_turn(domain) else ", unless the tools find something else there"

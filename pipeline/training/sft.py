@@ -28,8 +28,7 @@ from pipeline.data.rng import permutation
 from pipeline.data.tasks import Message
 from pipeline.distributed.ranks import Ranks
 from pipeline.distributed.sharding import Sharded
-from pipeline.environments.demonstrations import demonstrations_of, has_demonstrations
-from pipeline.environments.domains import Domain
+from pipeline.environments.demonstrations import Demonstrations
 from pipeline.models.chat.template import Chat
 from pipeline.models.layers import recompute_layers
 from pipeline.models.rank_memory import give_memory_back
@@ -172,17 +171,10 @@ def trajectory_of(example: SFTExample) -> Trajectory:
     )
 
 
-def sources_of(config: Config, domains: Mapping[str, Domain]) -> tuple[list[Domain], int]:
-    """Return the domains with demonstrations, and how many examples each domain must give."""
-    sources = [domain for domain in domains.values() if has_demonstrations(config, domain)]
-    count = config.warm_start.steps * config.warm_start.batch_size
-    return sources, -(-count // max(1, len(sources)))
-
-
 def sft_examples(
     config: Config,
     chat: Chat,
-    domains: Mapping[str, Domain],
+    demonstrations: Mapping[str, Demonstrations],
     alive: Callable[[], None] = lambda: None,
 ) -> list[SFTExample]:
     """Return the examples of all steps of the warm start, in the order of the steps.
@@ -195,17 +187,17 @@ def sft_examples(
     positions = list[tuple[str, int]]()
     total = config.warm_start.steps * config.warm_start.batch_size
     seed = config.run.seed
-    sources, per_domain = sources_of(config, domains)
-    for domain in sources:
-        own = examples[domain.name] = []
-        for _, messages, tools in demonstrations_of(config, domain, per_domain):
+    for name, source in demonstrations.items():
+        own = examples[name] = []
+        for _, messages, tools in source:
             own.append(encode(chat, messages, tools or []))
             alive()
+        source.forget()
         size = len(own)
-        if domain.name in config.data.demonstrations:
-            repeated[domain.name] = epochs(size, seed, "warm start", domain.name)
-            size = per_domain
-        positions += [(domain.name, index) for index in range(size)]
+        if source.file is not None:
+            repeated[name] = epochs(size, seed, "warm start", name)
+            size = source.count
+        positions += [(name, index) for index in range(size)]
     if not positions:
         raise UserError("demonstrations: got none for the warm start; give --warm-start-steps 0")
     order = islice(epochs(len(positions), seed, "warm start"), total)

@@ -29,7 +29,7 @@ from pipeline.config.cli import parse
 from pipeline.config.settings import Config
 from pipeline.data.curriculum import tasks_of_step
 from pipeline.models.loading import load_model
-from pipeline.preflight.parts import Prepared, prepare
+from pipeline.preflight.parts import Parts, prepare
 
 SAME = {  # settings with equal names in TRL and here
     *("temperature", "num_generations", "learning_rate"),
@@ -150,9 +150,7 @@ def main(work: Work, gate: Gate) -> None:
         trainer.train()
 
 
-def make_trainer(
-    config: Config, parts: Prepared, work: Work, rows: list[dict[str, Any]]
-) -> Trainer:
+def make_trainer(config: Config, parts: Parts, work: Work, rows: list[dict[str, Any]]) -> Trainer:
     if work.kind == "update":
         sources = replayed(Path(work.exchange), len(rows))
     elif config.data.reward_funcs:
@@ -165,7 +163,7 @@ def make_trainer(
             ),
             "reward_funcs": outcome_reward(parts.chat.end_of_turn_id),
         }
-    longest_prompt = max(parts.longest_prompts().values())
+    longest_prompt = max(parts.prompts.longest.values())
     return Trainer(
         model=load_model(config.model, parts.tokenizer, config.run.seed),
         args=GRPOConfig(**settings_of(config, work, longest_prompt)),

@@ -26,7 +26,7 @@ from scripts.proofs.ranks import free_port
 
 if TYPE_CHECKING:
     from pipeline.data.tasks import Task
-    from pipeline.preflight.parts import Prepared
+    from pipeline.preflight.parts import Parts
 
 HERE = Path(__file__).resolve().parent
 PLAIN_RUN = [  # flags of all compared runs
@@ -188,19 +188,20 @@ def complete(facts: Mapping[str, float], kind: str) -> dict[str, float]:
     }
 
 
-def without_users(parts: Prepared) -> Prepared:
+def without_users(parts: Parts) -> Parts:
     """The parts of a run, without tasks that have a user, because TRL has no user."""
     from trl_adapter import rows_without_user
 
-    train: dict[str, Sequence[Task]] = {}
+    sets = dict(parts.tasks)
     for domain, tasks in parts.train.items():
         classes = {name: domain.environment for name, domain in parts.domains.items()}
         kept = {row["id"] for row in rows_without_user(tasks, classes)}
-        train[domain] = [task for task in tasks if task.id in kept]
-    return dataclasses.replace(parts, train=train)
+        train = [task for task in tasks if task.id in kept]
+        sets[domain] = dataclasses.replace(parts.tasks[domain], train=train)
+    return dataclasses.replace(parts, tasks=sets)
 
 
-def script_of(task: Task, parts: Prepared, sibling: int) -> list[list[int]]:
+def script_of(task: Task, parts: Parts, sibling: int) -> list[list[int]]:
     """The tokens of the given messages of an episode.
 
     The first `TOOL_TURNS` messages call the tool that the domain's expert calls first; the last

@@ -28,12 +28,12 @@ from pipeline.config.recipe import read_recipe
 from pipeline.config.settings import Config, ModelSettings
 from pipeline.data.rows import DatasetRows
 from pipeline.data.tasks import load_tasks, tasks_of
-from pipeline.environments.demonstrations import read_demonstrations
+from pipeline.environments.demonstrations import read_demonstrations, warm_start_demonstrations
 from pipeline.environments.domains import load_domains
 from pipeline.environments.embedded.airline import generate_tasks
 from pipeline.environments.task_sets import split_source, task_sets
 from pipeline.models.chat.template import Chat
-from pipeline.models.loading import load_folder, load_model, load_tokenizer
+from pipeline.models.loading import empty_model, load_folder, load_model, load_tokenizer
 from pipeline.models.memory import Memory
 from pipeline.models.model_checks import check_model
 from pipeline.models.tiny import tiny_model
@@ -109,7 +109,7 @@ def test_more_than_is_generated(case):
     domains = load_domains(config)
 
     def generate() -> None:
-        check_demonstrations(config, domains, chat())
+        check_demonstrations(config, domains, warm_start_demonstrations(config, domains), chat())
         task_sets(config, domains["airline"])
 
     says(refusal(generate), *words)
@@ -465,13 +465,17 @@ def test_bad_demonstrations(case, at):
     path = at / "own.jsonl"
     path.write_text(content)
     config = Config.model_validate({"data": {"demonstrations": {"airline": str(path)}}})
-    line = refusal(check_demonstrations, config, embedded("airline"), chat())
+    domains = embedded("airline")
+    shown = warm_start_demonstrations(config, domains)
+    line = refusal(check_demonstrations, config, domains, shown, chat())
     says(line, "own.jsonl", *words)
 
 
 def test_missing_demonstrations(at):
     config = parse(["--demonstrations", "{airline: none.jsonl}"])
-    line = refusal(check_demonstrations, config, embedded("airline"), chat())
+    domains = embedded("airline")
+    shown = warm_start_demonstrations(config, domains)
+    line = refusal(check_demonstrations, config, domains, shown, chat())
     says(line, "demonstrations: none.jsonl", "No such file", "check the path")
 
 
@@ -690,7 +694,7 @@ def load(name: str | Path, **settings: str) -> None:
     config = Config.model_validate({"model": {"model": str(name), **settings}})
     tokenizer = load_tokenizer(config.model)
     Chat(tokenizer)
-    check_model(config, tokenizer)
+    check_model(config, empty_model(config, tokenizer), tokenizer)
 
 
 @cases(MODELS)

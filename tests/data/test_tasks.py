@@ -307,8 +307,7 @@ def test_a_folder_of_json_files_gives_the_values_of_its_files(tmp_path, own_cach
     (tmp_path / "folder" / name.split()[0]).write_text(held)
     (tmp_path / "rows.jsonl").write_text(lines)
     of_file, of_folder = (
-        list(open_tasks("d", str(tmp_path / at), "train", None, True))
-        for at in ("rows.jsonl", "folder")
+        list(open_tasks("d", str(tmp_path / at), "train", True)) for at in ("rows.jsonl", "folder")
     )
     assert of_folder == of_file
     assert json.loads(of_folder[0].columns)["answer"] == "2024-05-01"
@@ -321,7 +320,7 @@ def test_a_csv_file_holds_texts(tmp_path, own_cache):
     (tmp_path / "folder").mkdir()
     lines = "".join(f"what is {n}?,{value}\n" for n, value in enumerate(values))
     (tmp_path / "folder" / "train.csv").write_text("prompt,answer\n" + lines)
-    tasks = open_tasks("d", str(tmp_path / "folder"), "train", None, True)
+    tasks = open_tasks("d", str(tmp_path / "folder"), "train", True)
     assert [json.loads(task.columns)["answer"] for task in tasks] == values
 
 
@@ -357,7 +356,7 @@ def test_packed_files_are_read(kind, tmp_path, own_cache, monkeypatch):
         json.dumps({"prompt": f"when? {n}", "at": "2024-05-01"}) + "\n" for n in range(3)
     )
     pack(tmp_path / "data", kind, rows.encode())
-    tasks = open_tasks("d", str(tmp_path / "data"), "train", None, True)
+    tasks = open_tasks("d", str(tmp_path / "data"), "train", True)
     assert [json.loads(task.columns)["at"] for task in tasks] == ["2024-05-01"] * 3
 
 
@@ -371,7 +370,7 @@ def test_the_files_of_a_folder_in_the_hubs_cache_are_links(tmp_path, own_cache):
     (repository / "snapshots" / "89" / "README.md").symlink_to("../../blobs/4567")
     (repository / "snapshots" / "89" / "data" / "a.jsonl").symlink_to("../../../blobs/0123")
     (tmp_path / "mine").symlink_to(repository / "snapshots" / "89")
-    assert len(open_tasks("d", str(tmp_path / "mine"), "train", None, True)) == 1
+    assert len(open_tasks("d", str(tmp_path / "mine"), "train", True)) == 1
 
 
 def test_the_nulls_that_arrow_adds_inside_of_columns_do_not_reach_reward_functions():
@@ -379,7 +378,7 @@ def test_the_nulls_that_arrow_adds_inside_of_columns_do_not_reach_reward_functio
     dataset = Dataset.from_list([asked, {**asked, "id": "b", "goal": {"seat": "A1"}}])
     assert dataset[1]["goal"]["fee"] is None
     first, second = (
-        json.loads(task.columns) for task in tasks_of(DatasetRows(dataset, "d"), "d", None, True)
+        json.loads(task.columns) for task in tasks_of(DatasetRows(dataset, "d"), "d", True)
     )
     assert first == {"goal": {"fee": 20, "steps": [{"a": 1}, {"b": 2}]}}
     assert second == {"goal": {"seat": "A1"}}

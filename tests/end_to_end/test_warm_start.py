@@ -20,6 +20,7 @@ from pipeline.config.domain_names import EMBEDDED_DOMAINS
 from pipeline.config.settings import Config, RolloutSettings
 from pipeline.distributed.ranks import Interrupted, Ranks, parameter_hash
 from pipeline.distributed.sharding import shard_model, whole
+from pipeline.environments.demonstrations import warm_start_demonstrations
 from pipeline.environments.discovery import tool_schemas
 from pipeline.environments.domains import Domain
 from pipeline.environments.experts import run_expert
@@ -70,8 +71,11 @@ def config(seed=1, domains=EMBEDDED_DOMAINS, environments=None, files=None, mode
 
 
 def rows_of(settings):
-    domains = {name: DOMAINS[name] for name in settings.data.domains}
-    return sft_examples(settings, chat(), domains)
+    return examples_of(settings, {name: DOMAINS[name] for name in settings.data.domains})
+
+
+def examples_of(settings, domains):
+    return sft_examples(settings, chat(), warm_start_demonstrations(settings, domains))
 
 
 # Rows
@@ -154,7 +158,9 @@ def test_the_demonstrations_are_the_experts_who_break_rules_in_their_share(domai
 
 def check_all(settings, domains):
     """What a run would say of its demonstrations, and of the limits that they need."""
-    notes, beyond = check_demonstrations(settings, domains, chat())
+    notes, beyond = check_demonstrations(
+        settings, domains, warm_start_demonstrations(settings, domains), chat()
+    )
     return notes + check_limits(settings.rollout, beyond, {})
 
 
@@ -308,7 +314,9 @@ def train_on_this_rank(deterministic):
         layer.self_attn.attention_dropout = 0.3
     settings = config(steps=3, batch_size=4, rule_share=1.0)
     settings = settings.changed("run", deterministic=deterministic)
-    examples = sft_examples(settings, chat(), embedded(*EMBEDDED_DOMAINS))
+    examples = sft_examples(
+        settings, chat(), warm_start_demonstrations(settings, embedded(*EMBEDDED_DOMAINS))
+    )
     schedule = warm_start_schedule(settings)
     loss = fine_tune(settings, accelerator, ranks, model, examples, schedule, on_step=on_step)
     ranks.check_same_parameters(model.named_parameters(), "after the warm start")
@@ -372,7 +380,9 @@ def trained(folder, shard, stop_after, resumes):
             accelerator,
             ranks,
             model,
-            sft_examples(settings, chat(), embedded("airline")),
+            sft_examples(
+                settings, chat(), warm_start_demonstrations(settings, embedded("airline"))
+            ),
             warm_start_schedule(settings),
             sharded=sharded,
             state=state.warm_start,

@@ -319,7 +319,7 @@ def test_the_demonstrations_are_what_a_rollout_would_hold(own):
 def test_an_own_expert_gives_the_warm_start_its_share_of_rows(own):
     config = own(domains=("bank", "airline"))
     parts = prepare(config)
-    rows = sft_examples(config, parts.chat, parts.domains)
+    rows = sft_examples(config, parts.chat, parts.demonstrations)
     starts = [parts.tokenizer.decode(row["input_ids"]).split("\n")[1] for row in rows]
     assert sorted(starts) == ["airline"] * 6 + ["bank"] * 6
     trained = [
@@ -648,7 +648,7 @@ def test_an_expert_that_fails_in_the_warm_start_is_one_line(own):
     code = BANK.replace('return "Done."', 'return "Done." if goal["account"] != "K09" else 1 / 0')
     config = own(code, "late_bank")
     parts = prepare(config)
-    said = refusal(sft_examples, config, parts.chat, parts.domains)
+    said = refusal(sft_examples, config, parts.chat, parts.demonstrations)
     says(said, "tasks of bank", "'train-9'", "ZeroDivisionError", "mend")
 
 

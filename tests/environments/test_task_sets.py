@@ -13,6 +13,7 @@ from pipeline.config.rules import left_out
 from pipeline.config.settings import Config
 from pipeline.data.curriculum import TaskMixture
 from pipeline.data.splits import seen_of
+from pipeline.environments.demonstrations import warm_start_demonstrations
 from pipeline.environments.domains import load_domains
 from pipeline.environments.embedded.airline import generate_tasks
 from pipeline.environments.task_sets import task_sets
@@ -74,8 +75,8 @@ def prepared(source, function="correct", evaluation=None, judge=None, **data):
     domains = load_domains(config)
     rewards = load_reward_functions(config)
     sets = task_sets(config, domains["sums"], callables_of(rewards))
-    tasks = {"sums": sets.train}, {"sums": sets.held_out}
-    return sets, [*sets.notes, *check_reward_functions(rewards, config, domains, *tasks)]
+    notes = check_reward_functions(rewards, config, domains, {"sums": sets})
+    return sets, [*sets.notes, *notes]
 
 
 def requests(tasks):
@@ -347,10 +348,11 @@ def test_demonstrations_that_answer_held_out_requests_are_told(place, written):
     config = Config.model_validate({"data": data})
     domains = load_domains(config)
     held_out = {"sums": task_sets(config, domains["sums"]).held_out}
-    (line,), _ = check_demonstrations(config, domains, chat(), held_out)
+    demonstrations = warm_start_demonstrations(config, domains)
+    (line,), _ = check_demonstrations(config, domains, demonstrations, chat(), held_out)
     says(line, "demonstrations of sums: 6 of 6 held-out requests are answered in the file")
     unseen = {"sums": [make_task(domain="sums", request="100 + 1")]}
-    assert check_demonstrations(config, domains, chat(), unseen)[0] == []
+    assert check_demonstrations(config, domains, demonstrations, chat(), unseen)[0] == []
 
 
 # Rows that are too long

@@ -210,7 +210,7 @@ def test_a_run_on_a_checkpoint_of_adapters_is_checked(tmp_path):
     path = str(save(tmp_path, "stage-1-airline", adapters, tokenizer(), TrainState().state_dict()))
     plain, own = (config(model={"model": model}) for model in (name, path))
     assert Memory(own).terms() == Memory(plain).terms() == Memory(config()).terms()
-    assert check_and_prepare(own).tokenizer.chat_template == tokenizer().chat_template
+    assert check_and_prepare(own)[0].tokenizer.chat_template == tokenizer().chat_template
     further = {"model": path, "use_peft": True}
     assert "LoRA adapters, twice" in terms(model=further, warm_start={"steps": 0})
 
@@ -243,10 +243,10 @@ def test_as_many_episodes_play_at_once_as_fit(monkeypatch, capsys):
     large = large.changed("grpo", use_grpo=False).changed("evaluation", eval_trials=8)
     need = Memory(large).need()  # 3 domains x 6 tasks x 8 trials are more than 100 episodes
     monkeypatch.setattr("pipeline.models.memory.memory_of_a_rank", lambda _: need)
-    assert check_and_prepare(large).episodes_at_once == 100
+    assert check_and_prepare(large)[1] == 100
     enough = Memory(large.changed("rollout", max_concurrent_episodes=40)).need()
     monkeypatch.setattr("pipeline.models.memory.memory_of_a_rank", lambda _: enough)
-    assert check_and_prepare(large).episodes_at_once == 40
+    assert check_and_prepare(large)[1] == 40
     said = capsys.readouterr().out  # with a note on the tasks of so small a run
     assert said.count("at once") == 1
     assert said.endswith("note: 40 of 100 episodes at once, as many as fit into memory\n")
@@ -264,7 +264,7 @@ def test_ranks_share_the_machines_memory(monkeypatch):
 
 
 def test_a_prompt_that_leaves_no_room_for_a_turn_is_refused():
-    longest = prepare(config()).longest_prompts()["airline"]
+    longest = prepare(config()).prompts.longest["airline"]
     fits = {"max_tokens": longest + 40, "max_tokens_per_turn": 40}
     none = {"steps": 0}  # whose demonstrations would have to fit as well
     prepare(config(rollout=fits, data={"domains": ["airline"]}, warm_start=none))

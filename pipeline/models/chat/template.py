@@ -10,11 +10,12 @@ import hashlib
 import json
 import re
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import replace
 from functools import cached_property, partial
 from itertools import takewhile
+from pathlib import Path
 from typing import Any
 
 from transformers.utils.chat_parsing import parse_response
@@ -22,9 +23,19 @@ from transformers.utils.chat_parsing import parse_response
 from pipeline.common.children import rehearse
 from pipeline.common.errors import UserError
 from pipeline.common.untrusted import one_line, reason_of
+from pipeline.config.settings import ModelSettings
 from pipeline.data.tasks import Message
+from pipeline.environments.domains import Domain
 from pipeline.models.chat import template_checks as checks
-from pipeline.models.chat.fitting import EVERYTHING, TOOLS_BEGIN, Needs, fit_template, held_clock
+from pipeline.models.chat.fitting import (
+    EVERYTHING,
+    TOOLS_BEGIN,
+    Needs,
+    clock_of,
+    fit_template,
+    held_clock,
+    needs_of,
+)
 from pipeline.models.chat.template_checks import ASKED, STUB_TURN
 from pipeline.models.chat.text import (
     GUARD,
@@ -365,3 +376,25 @@ class Chat:
             if text and all(name in text for name in names):
                 return self._parse(self._encode_guarded(text, guards), True, checks.CALLED)
         return None
+
+
+def load_chat(
+    settings: ModelSettings,
+    tokenizer: Any,
+    domains: Mapping[str, Domain],
+    checkpoint: Path | None = None,
+    clock: str | None = None,
+) -> Chat:
+    """Return the chat format of a run. A resumed run's clock is in the template of `checkpoint`."""
+    template = checkpoint and checkpoint / "chat_template.jinja"
+    if template and template.is_file():
+        clock = clock_of(template.read_text()) or clock
+    return Chat(
+        tokenizer,
+        settings.chat_template_kwargs,
+        settings.tool_call_format,
+        needs=needs_of(domains.values()),
+        chat_template=settings.chat_template,
+        system_prompt=settings.system_prompt,
+        clock=clock,
+    )
