@@ -26,7 +26,7 @@ from pipeline.common.console import command, kept_warnings, may_fail
 from pipeline.common.errors import INTERRUPTED, RunError, UserError
 from pipeline.common.layout import WARNINGS
 from pipeline.config.settings import Config
-from pipeline.data.curriculum import Stage, learning_rate_at
+from pipeline.data.curriculum import GAIN, Stage, learning_rate_at
 from pipeline.data.tasks import Task
 from pipeline.distributed.connect import connect
 from pipeline.distributed.ranks import Interrupted
@@ -102,7 +102,7 @@ def train(run: Run) -> None:
                     break
                 with profiled(run, step + 1), meter.step():
                     batch = collect(run, stage, step)
-                    give_advantages(batch, run.ranks, run.config, step)
+                    give_advantages(batch, run.ranks, run.config)
                     statistics = update(run, stage, batch)
                 metrics = record(run, stage, batch, statistics, meter)
                 progress.step(metrics)
@@ -401,8 +401,7 @@ def ends_early(run: Run, stage: Stage) -> bool:
     run.state.ended_early[stage.name] = done
     run.say(
         f"stage {stage.name} ends after {done} of {stage.num_steps} steps: "
-        f"{settings.plateau_patience} validations without {settings.plateau_delta:g} more "
-        f"success (best {best:.2f})"
+        f"{settings.plateau_patience} validations without {GAIN:g} more success (best {best:.2f})"
     )
     return True
 

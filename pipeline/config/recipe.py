@@ -31,6 +31,10 @@ SETTINGS: dict[tuple[str, str], FieldInfo] = {  # pydantic's field of each (sect
     for name, field in type(part).model_fields.items()
 }
 SECTIONS = tuple(dict.fromkeys(section for section, _ in SETTINGS))
+REMOVED = {  # settings of earlier versions: a run's file may have them at the values that remain
+    ("curriculum", "plateau_delta"): 0.01,
+    ("grpo", "permute_rewards"): False,
+}
 PREFIXED = ("warm_start", "customer", "judge", "agent")  # sections whose settings share names
 
 
@@ -86,6 +90,9 @@ def read_recipe(path: Path) -> dict[str, Any]:
                 "below it, indented"
             )
         sections[str(section)] = {} if values is None else values
+    for (section, name), value in REMOVED.items():
+        if sections[section].get(name) == value:
+            del sections[section][name]
     return {"recipe": path.stem, **sections}
 
 

@@ -239,8 +239,9 @@ class CurriculumSettings(Section):
     stage_weights: Weights = field({}, "weights of stages, which share max_steps; missing: 1")
     stage_steps: dict[str, PositiveInt] = field({}, "numbers of steps; other stages share the rest")
     stage_tasks: dict[str, PositiveInt] = field({}, "numbers of tasks, instead of stage_steps")
-    plateau_patience: NonNegativeInt = field(0, "validations without gain to end a stage; 0: never")
-    plateau_delta: NonNegativeFloat = field(0.01, "least increase of success that is progress")
+    plateau_patience: NonNegativeInt = field(
+        0, "validations without a gain of 0.01 that end a stage; 0: never"
+    )
     replay: ShareBelowOne = field(0.3, "share of a step's groups from earlier domains")
     preview: ShareBelowOne = field(0.08, "share of a step's groups from later domains")
 
@@ -339,7 +340,6 @@ class GRPOSettings(Section):
     drop_zero_std_groups: bool = field(True, "leave out groups with equal rewards")
     dynamic_sampling: bool = field(False, "replace groups with equal rewards (DAPO)")
     max_resample_times: PositiveInt = field(3, "rounds of dynamic sampling per step")
-    permute_rewards: bool = field(False, "control experiment: permute rewards within a step")
     max_sampling_logp_difference: PositiveFloat | None = field(
         None,
         "largest mean difference without a warning, nats; null: 1e-4 in fp32, 0.1 in bf16, "

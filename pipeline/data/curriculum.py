@@ -18,6 +18,7 @@ from pipeline.data.rng import generator, permutation
 from pipeline.data.tasks import Source, Task, tasks_for_step
 
 TINY = 1e-9  # largest error of rounding in a sum of shares
+GAIN = 0.01  # least increase of success that is progress
 BEFORE_GRPO = ("start", "warm_start", "rft")  # names of evaluations that belong to no stage
 
 
@@ -198,12 +199,12 @@ def replacement_tasks(
     return tasks
 
 
-def on_plateau(history: Sequence[float], patience: int, delta: float) -> bool:
-    """Return whether the last `patience` values are less than `delta` above the earlier maximum."""
+def on_plateau(history: Sequence[float], patience: int) -> bool:
+    """Return whether the last `patience` values are less than GAIN above the earlier maximum."""
     if not patience or len(history) <= patience:
         return False
     gain = max(history[-patience:]) - max(history[:-patience])
-    return gain <= 0 or gain < delta - 1e-9
+    return gain < GAIN - TINY
 
 
 def describe(stages: Sequence[Stage], config: Config) -> dict[str, Any]:

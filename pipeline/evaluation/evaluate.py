@@ -247,7 +247,7 @@ def plateau(validations: Sequence[Mapping[str, Any]], stage: Stage, config: Conf
     of_stage = (v["success"] for v in validations if v["step"] >= stage.first_step)
     means = (mean_success(of, stage.own, threshold) for of in of_stage)
     history = [mean for mean in means if mean is not None]
-    is_on = on_plateau(history, settings.plateau_patience, settings.plateau_delta)
+    is_on = on_plateau(history, settings.plateau_patience)
     return max(history) if is_on else None
 
 

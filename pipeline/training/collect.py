@@ -15,7 +15,7 @@ import torch
 
 from pipeline.config.settings import Config
 from pipeline.data.curriculum import Stage, replacement_tasks, tasks_of_step
-from pipeline.data.rng import permutation, stream_key
+from pipeline.data.rng import stream_key
 from pipeline.data.tasks import Source, Task
 from pipeline.distributed.ranks import Ranks
 from pipeline.rollout.rollout import Progress, Rollout, RolloutRequest
@@ -30,7 +30,6 @@ class Sample:
     trajectory: Trajectory
     index: int  # among the episodes of all ranks
     kept: bool  # whether the step may train on the episode
-    reward: float = 0.0  # the reward that trains: the episode's own, or a permuted one
     advantage: float = 0.0
 
 
@@ -160,19 +159,18 @@ def no_gain_by_failing(trajectories: Sequence[Trajectory], size: int) -> list[Tr
     return changed
 
 
-def give_advantages(batch: RolloutBatch, ranks: Ranks, config: Config, step: int) -> None:
-    """Set reward and advantage of each sample, and whether the update uses it (`kept`).
+def give_advantages(batch: RolloutBatch, ranks: Ranks, config: Config) -> None:
+    """Set the advantage of each sample, and whether the update uses it (`kept`).
 
     Every rank must call this function.
     """
-    _give_rewards(batch.samples, ranks, config, step)
     settings = config.grpo
     size = config.rollout.num_generations
-    rewards = torch.tensor([sample.reward for sample in batch.samples], dtype=torch.float64)
+    rewards = torch.tensor([t.reward for t in batch.trajectories], dtype=torch.float64)
     batch_std = None
     if settings.scale_rewards == "batch":
         # The sum of sorted rewards has the same rounding errors for any number of ranks.
-        everyone = sorted(_kept_rewards(batch.samples, ranks, "rewards").values())
+        everyone = sorted(kept_rewards(batch, ranks).values())
         batch_std = float(torch.tensor(everyone, dtype=torch.float64).std()) if everyone else 0.0
     counted = in_baseline(left_out(batch.trajectories), size)
     advantages = group_advantages(rewards, size, settings.scale_rewards, batch_std, counted)
@@ -185,22 +183,10 @@ def give_advantages(batch: RolloutBatch, ranks: Ranks, config: Config, step: int
         sample.kept = bool(is_kept)
 
 
-def _give_rewards(samples: Sequence[Sample], ranks: Ranks, config: Config, step: int) -> None:
-    """Give each sample its reward; `permute_rewards` shuffles those of all kept episodes."""
-    for sample in samples:
-        sample.reward = sample.trajectory.reward
-    if config.grpo.permute_rewards:
-        kept = _kept_rewards(samples, ranks, "control")
-        indices = sorted(kept)
-        order = permutation(len(indices), config.run.seed, "permuted rewards", step)
-        given = {indices[j]: kept[indices[i]] for j, i in enumerate(order)}
-        for sample in samples:
-            sample.reward = given.get(sample.index, sample.reward)
-
-
-def _kept_rewards(samples: Sequence[Sample], ranks: Ranks, name: str) -> dict[float, float]:
+def kept_rewards(batch: RolloutBatch, ranks: Ranks) -> dict[float, float]:
     """Return {index of an episode: reward} for the kept episodes of all ranks."""
-    mine = [number for sample in samples if sample.kept for number in (sample.index, sample.reward)]
-    ranks.barrier(name)
+    kept = [sample for sample in batch.samples if sample.kept]
+    mine = [number for sample in kept for number in (sample.index, sample.trajectory.reward)]
+    ranks.barrier("rewards")
     shards = ranks.all_gather_numbers(mine)
     return {i: r for shard in shards for i, r in zip(shard[::2], shard[1::2], strict=True)}

@@ -256,7 +256,7 @@ def updates(run: Run, work: Work, gate: Gate) -> None:
     budget = work.microbatch_tokens or work.batch * longest(batch.trajectories)
     train.updater_of(run).max_tokens_per_microbatch = budget
     for _ in range(work.num_units):
-        give_advantages(batch, run.ranks, run.config, 0)
+        give_advantages(batch, run.ranks, run.config)
         train.update(run, stage, batch)
         gate(counts([t.record() for t in batch.trajectories]))
 

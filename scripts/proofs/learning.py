@@ -3,10 +3,10 @@
     python scripts/proofs/learning.py --seeds 1 2 3 --recipes three_domain_tiny mixed --control
 
 Every run is `pipeline/run.py` with an unchanged recipe, evaluated on held-out tasks of the split.
-The control is the first recipe with `--permute-rewards`, so rewards carry no information about
-episodes. The table compares sampled success with sampled success, and greedy with greedy. The
-interval is the 95 % interval of the mean difference over tasks (paired, normal). Flags after `--`
-are passed to every run.
+The control is the first recipe in `control.py`, which permutes rewards, so that they carry no
+information about episodes. The table compares sampled success with sampled success, and greedy with
+greedy. The interval is the 95 % interval of the mean difference over tasks (paired, normal). Flags
+after `--` are passed to every run.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from scripts.bench.common import finish_run, machine, parser_of, results_of, write_json
 
+CONTROL = Path(__file__).with_name("control.py")
 HEADING = (
     f"{'run':<36}{'before':>8}{'after':>8}{'change (95 %)':>20}  {'domains at the end':<34}"
     f"{'greedy':>16}{'seconds':>9}"
@@ -47,8 +48,9 @@ def main(argv: list[str]) -> int:
     for recipe, seed, control in jobs:
         name = f"{recipe}{control}-seed-{seed}"
         flags = ["--config", recipe, "--seed", str(seed), "--eval-split", options.split]
-        flags += [*options.passed_on, *["--permute-rewards"] * bool(control)]
-        found[name] = trained(options.output_dir / name, flags, options)
+        flags += options.passed_on
+        place = {"script": CONTROL} if control else {}
+        found[name] = trained(options.output_dir / name, flags, options, **place)
         print(line_of(name, found[name]), flush=True)
     write_json(options.json, found, machine(), vars(options))
     return 0

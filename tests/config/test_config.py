@@ -11,7 +11,7 @@ from pipeline.config.cli import flag, flags_of, parse
 from pipeline.config.recipe import SETTINGS, dump, full_name, instead, load_recipe, trl_names
 from pipeline.config.rules import CONTRADICTIONS, WITHOUT_EFFECT, left_out
 from pipeline.config.settings import Config, GRPOSettings
-from tests.support import ROOT
+from tests.support import ROOT, SMALL_RUN
 from tests.support.messages import refusal, says
 
 
@@ -495,6 +495,13 @@ def test_none_is_an_empty_list_in_a_recipe_as_in_a_flag(section, name, tmp_path)
     path = tmp_path / "own.yaml"
     path.write_text(f"{section}:\n  {name}: none\n", encoding="utf-8")
     assert getattr(getattr(load_recipe(path), section), name) == []
+
+
+def test_the_file_of_an_earlier_run_may_have_settings_that_are_gone():
+    """Their values are those that the run has now, else it is refused."""
+    path = SMALL_RUN / "config.yaml"
+    assert "plateau_delta: 0.01" in path.read_text() and "permute_rewards" in path.read_text()
+    assert load_recipe(path).curriculum.plateau_patience == 0
 
 
 def test_each_answer_names_present_settings():

@@ -254,11 +254,8 @@ def test_every_transfer_number_is_that_of_the_summary_with_its_interval(sequenti
 
 
 def test_a_run_of_one_stage_has_a_matrix_and_no_transfer(tmp_path, without_pictures):
-    """Here of the control with permuted rewards, which says so."""
-    settings = {"grpo": {"permute_rewards": True}}
-    folder = make_run(tmp_path / "run", ("mixed",), settings=settings)
+    folder = make_run(tmp_path / "run", ("mixed",))
     text = markdown_of(folder)
-    assert "**A control: rewards were permuted" in text
     assert "| after mixed | 10 | 0.62 [" in text
     assert "| total gain | +0.25 [" in text
     assert "backward transfer |" not in text.split("## Tools")[0]

@@ -79,6 +79,6 @@ def test_advantages_of_a_domain_are_scaled() -> None:
     played = [make_trajectory(domain=d, reward=r) for d, r in zip(domains, rewards, strict=True)]
     samples = [Sample(trajectory=t, index=i, kept=True) for i, t in enumerate(played)]
     batch = RolloutBatch(samples=samples, num_first=6, rounds=[3])
-    give_advantages(batch, Ranks(0, 1, 5), config, 0)
+    give_advantages(batch, Ranks(0, 1, 5), config)
     assert [sample.advantage for sample in samples] == [0.5, -0.5, 1.5, -1.5, 0.0, 0.0]
     assert [sample.kept for sample in samples] == [True, True, True, True, False, False]

@@ -25,6 +25,7 @@ from pipeline.report.progress import StageProgress
 from pipeline.rollout.trajectory import Trajectory
 from pipeline.training.collect import RolloutBatch, collect_rollouts, give_advantages
 from pipeline.training.step_metrics import rollout_metrics
+from scripts.proofs.control import permute_rewards
 from scripts.proofs.ranks import play_ranks
 from scripts.proofs.runs import play_run
 from tests.support.coin import COIN, warm_started
@@ -200,7 +201,7 @@ def office(*said: str) -> tuple[list[Trajectory], list[float], list[bool], dict[
     sampler: Any = ScriptedSampler(scripts)
     run.rollout = rollout_of(sampler, chat(), {"left": Office}, limits)
     played = collect(run, replace(STAGE, own=("left",), groups={"left": 1}))
-    give_advantages(played, run.ranks, run.config, 0)
+    give_advantages(played, run.ranks, run.config)
     advantages = [sample.advantage for sample in played.samples]
     return played.trajectories, advantages, kept_of(played), metrics_of(run, played)
 
@@ -256,16 +257,19 @@ def test_breaking_it_is_no_signal_where_nothing_was_worse_and_an_outage_never_is
 
 def on_this_rank() -> dict[str, Any]:
     _, ranks = connect(Config())
-    run = run_of(ranks, permute_rewards=True)
+    run = run_of(ranks)
     played = collect(run)
+    permute_rewards(played, ranks, run.config.run.seed, step=0)
     kept = kept_of(played)
     settings = run.config.grpo.model_copy(update={"scale_rewards": "batch"})
     config = run.config.model_copy(update={"grpo": settings})
-    give_advantages(played, run.ranks, config, 0)
+    give_advantages(played, run.ranks, config)
     groups = [group for group in groups_of(played) for _ in range(2)]
     episodes = zip(groups, kept, played.samples, strict=True)
     return {
-        "episodes": {s.index: (group, k, s.reward, s.advantage) for group, k, s in episodes},
+        "episodes": {
+            s.index: (group, k, s.trajectory.reward, s.advantage) for group, k, s in episodes
+        },
         "rounds": played.rounds,
         "metrics": metrics_of(run, played),
     }
@@ -294,12 +298,12 @@ def test_tasks_live_groups_and_permuted_rewards_are_the_same_on_one_and_three_ra
 
 
 def test_the_control_permutes_among_the_episodes_that_train_and_the_others_keep_theirs():
-    run = alone(permute_rewards=True)
+    run = alone()
     played = collect(run)
     was_kept = kept_of(played)
     own = [trajectory.reward for trajectory in played.trajectories]
-    give_advantages(played, run.ranks, run.config, 0)
-    given = [sample.reward for sample in played.samples]
+    permute_rewards(played, run.ranks, run.config.run.seed, step=0)
+    given = [trajectory.reward for trajectory in played.trajectories]
     pairs = list(zip(own, given, was_kept, strict=True))
     assert sorted(o for o, _, kept in pairs if kept) == sorted(g for _, g, kept in pairs if kept)
     assert [o for o, _, kept in pairs if kept] != [g for _, g, kept in pairs if kept]
