@@ -170,17 +170,18 @@ def own_domains(tree: Mapping[str, Any]) -> list[str]:
 def recipe_in_words(tree: Mapping[str, Any]) -> str:
     """Return the recipe of a run, or else the user's own domains with environment and tasks."""
     data = tree["data"]
-    told = list[str]()
+    domains = list[str]()
     for name in own_domains(tree):
-        made = data["environments"].get(name)
-        of = {
-            "environment": made["factory"] if isinstance(made, Mapping) else made,
-            "tasks": data["tasks"].get(name),
-        }
-        told.append(f"{name} ({', '.join(f'{what} `{at}`' for what, at in of.items() if at)})")
+        environment = data["environments"].get(name)
+        if isinstance(environment, Mapping):
+            environment = environment["factory"]
+        sources = {"environment": environment, "tasks": data["tasks"].get(name)}
+        named = (f"{what} `{source}`" for what, source in sources.items() if source)
+        domains.append(f"{name} ({', '.join(named)})")
+    if not domains:
+        return f"Recipe `{tree['recipe']}`"
     rewards = ", ".join(f"`{target}`" for target in data.get("reward_funcs", ()))
-    said = f"Own domains: {'; '.join(told)}{f', rewards {rewards}' * bool(rewards)}"
-    return said if told else f"Recipe `{tree['recipe']}`"
+    return f"Own domains: {'; '.join(domains)}{f', rewards {rewards}' * bool(rewards)}"
 
 
 def _unknown(location: Sequence[str]) -> str:
