@@ -8,11 +8,11 @@ from pipeline.config.settings import Config
 from pipeline.models import lora
 from pipeline.models.capabilities import why_generate
 from pipeline.models.layers import recompute_layers
-from pipeline.models.loading import load_folder, refuse_other_vocabulary
+from pipeline.models.loading import empty_model, load_folder, refuse_other_vocabulary
 
 
-def check_model(config: Config, model: Any, tokenizer: Any) -> tuple[str | None, list[str]]:
-    """Check the empty `model`; returns why `generate` must sample (or None), and notes.
+def check_model(config: Config, tokenizer: Any) -> tuple[Any, str | None, list[str]]:
+    """Make the empty model; return it, why `generate` must sample (or None), and notes.
 
     Raises UserError if the model's files do not fit each other, or if it has too few positions.
     """
@@ -20,13 +20,14 @@ def check_model(config: Config, model: Any, tokenizer: Any) -> tuple[str | None,
     if lora.is_adapter(name):
         lora.read_adapters(name)
         name = lora.base_of(name)
+    model = empty_model(config, tokenizer)
     if config.grpo.gradient_checkpointing:
         recompute_layers(model)  # raises UserError for a model without layers
     refuse_other_vocabulary(tokenizer, model)
     if os.path.isdir(name):
         load_folder(name, config.model, device="meta")
     notes = check_positions(model, config.rollout.max_tokens)
-    return why_generate(model, config.rollout.max_tokens), notes
+    return model, why_generate(model, config.rollout.max_tokens), notes
 
 
 def check_positions(model: Any, max_tokens: int) -> list[str]:

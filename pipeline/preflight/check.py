@@ -15,7 +15,7 @@ from pipeline.config.rules import left_out
 from pipeline.config.settings import SAMPLERS, Config
 from pipeline.distributed.main_memory import main_memory, refuse_too_many
 from pipeline.models.fitting import fitted
-from pipeline.models.loading import SHAPES, empty_model
+from pipeline.models.loading import SHAPES
 from pipeline.models.memory import GIB, Memory
 from pipeline.models.model_checks import check_model
 from pipeline.preflight.parts import Parts, prepare
@@ -31,8 +31,7 @@ def check_and_prepare(config: Config, clock: str | None = None) -> tuple[Parts, 
     """
     refuse_missing(config.rollout.sampler_facts)
     parts = prepare(config, clock=clock)
-    model = empty_model(config, parts.tokenizer)
-    _, notes = check_model(config, model, parts.tokenizer)
+    model, _, notes = check_model(config, parts.tokenizer)
     lines = [f"note: {note}" for note in parts.notes]
     lines += [f"warning: {warning}" for warning in (*left_out(config), *parts.warnings, *notes)]
     memory = Memory(config, prompts=parts.prompts.longest, model=model)
@@ -64,8 +63,7 @@ def main(config: Config, *, measures: bool = False) -> int:
             f"  not checked: tokenizer and template ({error}); the embedded tokenizer counts below"
         )
         parts = prepare(config, with_tiny_tokenizer=True)
-    model = empty_model(config, parts.tokenizer)
-    why, notes = check_model(config, model, parts.tokenizer)
+    model, why, notes = check_model(config, parts.tokenizer)
     lines.append(f"sampling: {_sampling(config, why)}")
     lines += [f"model: {note}" for note in notes]
     lines += [f"warning: {warning}" for warning in (*left_out(config), *parts.warnings)]

@@ -33,7 +33,7 @@ from pipeline.environments.domains import load_domains
 from pipeline.environments.embedded.airline import generate_tasks
 from pipeline.environments.task_sets import split_source, task_sets
 from pipeline.models.chat.template import Chat
-from pipeline.models.loading import empty_model, load_folder, load_model, load_tokenizer
+from pipeline.models.loading import load_folder, load_model, load_tokenizer
 from pipeline.models.memory import Memory
 from pipeline.models.model_checks import check_model
 from pipeline.models.tiny import tiny_model
@@ -694,7 +694,7 @@ def load(name: str | Path, **settings: str) -> None:
     config = Config.model_validate({"model": {"model": str(name), **settings}})
     tokenizer = load_tokenizer(config.model)
     Chat(tokenizer)
-    check_model(config, empty_model(config, tokenizer), tokenizer)
+    check_model(config, tokenizer)
 
 
 @cases(MODELS)
