@@ -32,7 +32,7 @@ WINGS = (  # in the order of the flow; a wing imports only wings before it
     "__main__",
 )
 WITHOUT_TORCH = ("common", "config", "data", "environments", "report")
-TALKING = [PACKAGE / "distributed" / f"{n}.py" for n in ("ranks", "connecting", "sharding")]
+TALKING = [PACKAGE / "distributed" / f"{n}.py" for n in ("ranks", "rendezvous", "sharding")]
 COLLECTIVES = {
     *("all_reduce", "all_gather", "all_gather_object", "all_gather_into_tensor", "all_to_all"),
     *("broadcast", "broadcast_object_list", "gather_object", "gather_for_metrics", "new_group"),

@@ -12,10 +12,10 @@ from transformers.utils import logging as transformers_logging
 from pipeline.common.errors import UserError
 from pipeline.config import environment_variables
 from pipeline.config.settings import Config
-from pipeline.distributed.connecting import rendezvous, rendezvous_again
 from pipeline.distributed.devices import on_gpu, uses_bf16
 from pipeline.distributed.launch import CONFIGS
 from pipeline.distributed.ranks import Ranks
+from pipeline.distributed.rendezvous import rendezvous, rendezvous_again
 from pipeline.distributed.watchdog import GRACE_S
 
 BATCH_INVARIANT = (8, 0)  # the least compute capability with which vLLM is batch-invariant

@@ -96,7 +96,7 @@ def start_ranks(
         from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
         from torch.distributed.run import parse_args, run
 
-        from pipeline.distributed.connecting import named
+        from pipeline.distributed.rendezvous import named
 
     with TemporaryDirectory(prefix="ranks-") as log_dir:
         _set_environment(world, log_dir)

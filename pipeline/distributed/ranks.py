@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import record_function
 from torch.utils.weak import WeakIdKeyDictionary
 
-from pipeline.distributed.connecting import store_of_ranks
+from pipeline.distributed.rendezvous import store_of_ranks
 
 Item = TypeVar("Item")
 FOREVER = timedelta(days=30)

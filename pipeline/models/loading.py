@@ -232,17 +232,6 @@ def empty_model(config: Config, tokenizer: Any = None) -> Any:
         return _from_files(make, base, "model", settings, attn_implementation=attention)
 
 
-def refuse_other_vocabulary(tokenizer: Any, model: Any) -> None:
-    """Raise UserError if a token id of the tokenizer has no embedding in the model."""
-    last = max(tokenizer.get_vocab().values())
-    size = model.get_input_embeddings().num_embeddings
-    if last >= size:
-        raise UserError(
-            f"model: its tokenizer has ids up to {last}, but the model {size} embeddings; use the "
-            "tokenizer that the model was trained with"
-        )
-
-
 def _shape_of(name: str, what: str, settings: ModelSettings) -> Any:
     """Load a configuration, first in a child: one number in its file can take all memory."""
     load = partial(_from_files, AutoConfig.from_pretrained, name, what, settings)

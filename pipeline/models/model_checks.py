@@ -8,7 +8,7 @@ from pipeline.config.settings import Config
 from pipeline.models import lora
 from pipeline.models.capabilities import why_generate
 from pipeline.models.layers import recompute_layers
-from pipeline.models.loading import empty_model, load_folder, refuse_other_vocabulary
+from pipeline.models.loading import empty_model, load_folder
 
 
 def check_model(config: Config, tokenizer: Any) -> tuple[Any, str | None, list[str]]:
@@ -48,3 +48,14 @@ def check_positions(model: Any, max_tokens: int) -> list[str]:
         f"max_tokens is {max_tokens}, and the model was made for {trained} tokens "
         "(max_position_embeddings): longer texts may be poor"
     ]
+
+
+def refuse_other_vocabulary(tokenizer: Any, model: Any) -> None:
+    """Raise UserError if a token id of the tokenizer has no embedding in the model."""
+    last = max(tokenizer.get_vocab().values())
+    size = model.get_input_embeddings().num_embeddings
+    if last >= size:
+        raise UserError(
+            f"model: its tokenizer has ids up to {last}, but the model {size} embeddings; use the "
+            "tokenizer that the model was trained with"
+        )

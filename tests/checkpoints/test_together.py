@@ -55,7 +55,9 @@ def _opened_where(differing: str, rank: int, patched: pytest.MonkeyPatch) -> str
         model = torch.nn.ParameterDict({"weight": weights})
         model.config = PretrainedConfig(rope_theta=rank if differing == "configuration" else 0)
         late = {"module my_tools": has if differing == "module" else "same"}
-        resume.refuse_other_model(model, late, ranks)
+        patched.setattr(resume, "hashes_of_late_modules", lambda names: dict(late))
+        patched.setattr(resume, "hash_of_stops", lambda *_: "same")
+        resume.hashes_with_model(config, model, None, [], ranks, is_new=True)
     except UserError as error:
         return str(error)
     return "opened"

@@ -17,8 +17,8 @@ from accelerate import Accelerator
 
 from pipeline.common.errors import UserError
 from pipeline.distributed import watchdog as watching
-from pipeline.distributed.connecting import rendezvous_again
 from pipeline.distributed.ranks import CollectiveError, Interrupted, Ranks
+from pipeline.distributed.rendezvous import rendezvous_again
 from pipeline.distributed.watchdog import ToldElsewhere, Watchdog
 from scripts.proofs.ranks import play_ranks
 

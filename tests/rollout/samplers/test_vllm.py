@@ -274,7 +274,7 @@ def test_what_does_not_serve_is_one_line(vllm, monkeypatch):
         patch.setattr(vllm, "FAULTS", ["memory"])
         says(refused(vllm_memory=0.2), "vLLM does not start", "change vllm_memory, now 0.2")
     for name in [name for name in sys.modules if name.partition(".")[0] == "vllm"]:
-        monkeypatch.delitem(sys.modules, name)
+        del sys.modules[name]  # for good: monkeypatch would bring them back after the fixture
     monkeypatch.setitem(sys.modules, "vllm", None)
     says(refused(), "got vllm, which is not installed; pip install 'three-domain-grpo[vllm]'")
 

@@ -10,7 +10,7 @@ import pytest
 from torch.distributed import HashStore, ProcessGroupGloo, TCPStore
 
 from pipeline.common.errors import RunError, UserError
-from pipeline.distributed.connecting import rendezvous
+from pipeline.distributed.rendezvous import rendezvous
 
 HOST = platform.node()
 
@@ -66,8 +66,8 @@ def test_ranks_that_do_not_meet_are_told_where_and_why(port, monkeypatch, rank, 
 
 
 def test_a_rank_that_waits_for_ever_ends_after_the_deadline(port):
-    code = "from pipeline.distributed import connecting; import time; connecting.LATE_S = 0.1\n"
-    code += "with connecting.rendezvous(0.1): time.sleep(60)"
+    code = "from pipeline.distributed import rendezvous; import time; rendezvous.LATE_S = 0.1\n"
+    code += "with rendezvous.rendezvous(0.1): time.sleep(60)"
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 1
