@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Run tests: bash scripts/test.sh [ARGUMENTS OF pytest]. The first run makes .venv.
 # Without arguments: those of parts, and the promises of the README on one run, on two cores;
-# about 350 CPU seconds.
+# about three minutes.
 # All but the proofs: bash .ci/run. The proofs, which take long: bash scripts/test.sh -m proof.
 set -euo pipefail
 
