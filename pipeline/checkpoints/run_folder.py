@@ -23,7 +23,7 @@ import yaml
 from pipeline.common.durable import sync, write_text
 from pipeline.common.errors import FULL, UserError
 from pipeline.common.layout import METRICS, RUN_SETTINGS, TIMINGS, WARNINGS, run_of_checkpoint
-from pipeline.config.recipe import SETTINGS, dump, full_name
+from pipeline.config.recipe import REMOVED, SETTINGS, dump, full_name
 from pipeline.config.settings import Config
 from pipeline.models.model_files import problem_of_name
 
@@ -280,6 +280,10 @@ def refuse_changes(config: Config, state: Mapping[str, Any], name: str) -> list[
         setting = full_name(section, key)
         if before != now and setting not in harmless:
             changes.append(f"{setting} {json.dumps(before)} -> {json.dumps(now)}")
+    for (section, key), now in REMOVED.items():
+        before = old.get(section, {}).get(key, now)
+        if before != now:
+            changes.append(f"{key} {json.dumps(before)} -> {json.dumps(now)}, which is fixed now")
     if not changes:
         return []
     if config.run.override:

@@ -162,7 +162,7 @@ def keys_read(domain: Domain, rewards: Iterable[Callable[..., Any]]) -> set[str]
     In a task of one turn, the prompt is all that the model sees. A `reset` that reads the id may
     make other tasks of equal rows.
     """
-    if is_single_turn(domain):
+    if domain.is_single_turn:
         return set()
     read = set[str]()
     for function in [domain.environment.reset, *rewards]:
@@ -221,10 +221,6 @@ def undocumented(environment_class: type[Any]) -> list[str]:
     return [name for name, tool in tool_methods(environment_class).items() if not tool.__doc__]
 
 
-def is_single_turn(domain: Domain) -> bool:
-    return domain.is_single_turn
-
-
 def _with_request(task: Task, text: str) -> Task:
     """Return a task whose request ends with the text that `reset` returned."""
     *rest, request = task.prompt
@@ -248,7 +244,7 @@ def split_source(
     data = config.data
     source = data.tasks[domain.name]
     rows, notes = _open(config, domain, source, data.dataset_train_split, is_long=is_long)
-    census = Census(rows, same_by(read), is_single_turn(domain), held_out or ())
+    census = Census(rows, same_by(read), domain.is_single_turn, held_out or ())
     if (number := census.held_out_row) is not None:
         raise UserError(
             f"{source}: task {shown(rows[number].id)} is also a held-out task; take it out"
@@ -299,7 +295,7 @@ def _held_out_of(
     """Return up to `eval_tasks_per_domain` different tasks of a source, and notes."""
     split = config.data.dataset_test_split
     rows, notes = _open(config, domain, source, split, setting="eval_tasks", is_long=is_long)
-    census = Census(rows, same_by(read), is_single_turn(domain))
+    census = Census(rows, same_by(read), domain.is_single_turn)
     drawn = rows.at(census.drawn(config.data.eval_tasks_per_domain))
     if len(drawn) < len(rows):
         notes.append(

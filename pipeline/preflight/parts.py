@@ -89,8 +89,11 @@ def prepare(config: Config, with_tiny_tokenizer: bool = False, clock: str | None
     checkpoint = next((path for path in resumed if not problem(path)), None)
     domains = load_domains(config)
     demonstrations = warm_start_demonstrations(config, domains)
-    settings = ModelSettings() if with_tiny_tokenizer else tokenizer_settings(config, checkpoint)
-    tokenizer = load_tokenizer(settings, with_words(domains, demonstrations))
+    if with_tiny_tokenizer:
+        tokenizer = load_tokenizer(ModelSettings(), domains.values())
+    else:
+        words = with_words(domains, demonstrations)
+        tokenizer = load_tokenizer(tokenizer_settings(config, checkpoint), words)
     chat = load_chat(config.model, tokenizer, domains, checkpoint, clock)
     rewards = load_reward_functions(config)
     tasks = tasks_of_run(config, domains, callables_of(rewards), long_prompts(config, chat))

@@ -58,7 +58,7 @@ class Rollout:
     def __post_init__(self) -> None:
         if self.rewards is not None:
             self.rewards.on_call = lambda key: self.on_progress(key)
-            self.rewards.judge = self.judge
+            self.rewards.judge = self.judge or self.rewards.judge
         self.environment_s = 0.0  # seconds of environments and waits
         self.calls = Calls(self.limits.call_timeout, lambda key: self.on_progress(key))
 

@@ -10,7 +10,6 @@ from pipeline.data.tasks import Task
 from pipeline.environments.demonstrations import Demonstration, Demonstrations
 from pipeline.environments.domains import Domain, generated
 from pipeline.environments.task_checks import try_expert
-from pipeline.environments.task_sets import is_single_turn
 from pipeline.models.chat.template import Chat
 from pipeline.rollout.limits import TooLow
 from pipeline.rollout.reward_checks import request_key
@@ -96,7 +95,7 @@ def _held_out_prompts(source: Demonstrations, held_out: Sequence[Task]) -> Itera
         for one in source
     }
     if seen := sum(request_key(task.prompt) in begins for task in held_out):
-        but = "" if is_single_turn(domain) else ", unless the tools find something else there"
+        but = "" if domain.is_single_turn else ", unless the tools find something else there"
         yield (
             f"demonstrations of {domain.name}: {seen} of {len(held_out)} held-out requests are "
             f"answered in the file; take them out, or give other eval_tasks{but}"

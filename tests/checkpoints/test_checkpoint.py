@@ -464,6 +464,15 @@ def test_a_checkpoint_of_before_a_setting_existed_resumes_with_its_default():
         refuse_changes(changed, {"config": before}, "step-000001")
 
 
+def test_a_checkpoint_with_another_value_of_a_setting_that_is_gone_is_refused():
+    before = Config().model_dump(mode="json")
+    before["curriculum"]["plateau_delta"] = 0.01
+    assert refuse_changes(Config(), {"config": before}, "step-000001") == []
+    before["curriculum"]["plateau_delta"] = 0.05
+    with pytest.raises(UserError, match=r"\(plateau_delta 0.05 -> 0.01, which is fixed now\)"):
+        refuse_changes(Config(), {"config": before}, "step-000001")
+
+
 def test_a_file_that_may_not_be_so_large_is_a_fault_of_the_machine(tmp_path):
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))  # as `ulimit -f` does

@@ -267,10 +267,11 @@ def customers_of(
 
 
 def judge_of(config: Config, folder: Path, ranks: "Ranks") -> LanguageModel | None:
-    """Return the judge of a run, or None. With a `judge_url`, `check_rewards` found who asks.
+    """Return the judge of a run, or None.
 
-    Those who ask are environments with `has_judge`, with `await self.judge(messages, seed=...)`,
-    and reward functions, with their argument `judge`.
+    With a `judge_url`, `check_reward_functions` has found who asks it: environments with
+    `has_judge`, by `await self.judge(messages, seed=...)`, or reward functions, by their argument
+    `judge`.
     """
     if config.judge.url is None:
         return None
