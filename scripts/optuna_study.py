@@ -24,7 +24,7 @@ from statistics import fmean
 from typing import Any
 
 from pipeline.commands.sweep import split_values
-from pipeline.common.errors import UserError
+from pipeline.common.errors import INTERRUPTED, UserError, nearest
 from pipeline.config.cli import Parser, flags_of, parse
 from pipeline.config.recipe import SETTINGS, full_name
 from pipeline.report.run_files import read_metrics
@@ -56,7 +56,11 @@ def main(argv: list[str]) -> int:
         )
     study = open_study(options.output_dir)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    run_trials(study, options.trials, partial(play, searches, options.output_dir, [*RUN, *flags]))
+    try:
+        objective = partial(play, searches, options.output_dir, [*RUN, *flags])
+        run_trials(study, options.trials, objective)
+    except KeyboardInterrupt:  # of Ctrl-C or SIGTERM; the trial's line has told it
+        return INTERRUPTED
     if not any(trial.state.name == "COMPLETE" for trial in study.trials):
         print("no trial was completed", file=sys.stderr)
         return 1
@@ -84,6 +88,12 @@ def searches_of(words: Sequence[str], flags: Sequence[str]) -> dict[str, Suggest
         choices = ends if is_range else split_values(values)
         for value in choices:
             parse([*flags, *flags_of({name: value})])
+        if name not in types:
+            near = nearest(name, types)
+            meant = f"; did you mean {near}?" if near else ""
+            raise UserError(f"--search: got {word!r}, no full name of a setting{meant}")
+        if is_range and "int" not in types[name] and "float" not in types[name]:
+            raise UserError(f"--search: got {word!r}, and {name} is no number; write {name}=A,B")
         number = float if "float" in types[name] else int
         suggest: Any = Trial.suggest_float if number is float else Trial.suggest_int
         searches[name] = partial(Trial.suggest_categorical, name=name, choices=choices)
@@ -144,6 +154,8 @@ def play(
             for line in read_metrics(folder)[0]:
                 if line["kind"] == "validation" and line["step"] not in successes:
                     rates = [line[key] for key in line if key.endswith("/success")]
+                    if not rates:  # no trial of this validation could be scored
+                        continue
                     successes[line["step"]] = fmean(rates)
                     trial.report(fmean(rates), line["step"])
                     if is_running and trial.should_prune():

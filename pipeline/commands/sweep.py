@@ -113,7 +113,12 @@ def expand(grid: Mapping[str, Sequence[str]]) -> list[dict[str, Any]]:
 def label(settings: Mapping[str, Any]) -> str:
     """The name of a configuration's folder, such as `replay=0.1` or `mixed`."""
     is_mixed = settings.get("curriculum") == "mixed"
-    shown = {n: v for n, v in settings.items() if not (is_mixed and MIXED.get(n) == v)}
+    usual = MIXED if is_mixed else {}
+    shown = {
+        name: value
+        for name, value in settings.items()
+        if name not in usual or flags_of({name: value}) != flags_of({name: usual[name]})
+    }
     parts = ["mixed"] * is_mixed + [f"{name}={value}" for name, value in shown.items()]
     text = "-".join(parts) or "recipe"
     return "".join(c if c.isalnum() or c in "=.-_+" else "_" for c in text)

@@ -15,7 +15,7 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
 from pipeline.common.errors import UserError, nearest
-from pipeline.common.layout import shipped
+from pipeline.common.layout import METRICS, shipped
 from pipeline.common.untrusted import is_plain, masked_tree, one_line, read_file, shown
 from pipeline.config import rules
 from pipeline.config.domain_names import EMBEDDED_DOMAINS, with_installed
@@ -90,9 +90,10 @@ def read_recipe(path: Path) -> dict[str, Any]:
                 "below it, indented"
             )
         sections[str(section)] = {} if values is None else values
+    is_of_run = (path.parent / METRICS).is_file()  # whose checkpoint has what it was made with
     for (section, name), value in REMOVED.items():
-        if sections[section].get(name) == value:
-            del sections[section][name]
+        if is_of_run or sections[section].get(name) == value:
+            sections[section].pop(name, None)
     return {"recipe": path.stem, **sections}
 
 

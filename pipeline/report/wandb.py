@@ -91,7 +91,7 @@ def _in_time(call: Callable[[], object]) -> None:
     try:
         answer.result(timeout_s or None)
     except Exception as error:
-        is_late = not answer.done()
+        is_late = not answer.done() or answer.exception() is not error  # an answer after all
         with suppress(Exception):  # without teardown, W&B waits when this process ends
             _begun(lambda: wandb.teardown(exit_code=1)).result(TEARDOWN_S)
         if is_late:

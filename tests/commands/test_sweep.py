@@ -45,6 +45,7 @@ def test_a_configuration_has_a_name():
     )
     assert sweep.label(sweep.MIXED) == "mixed"
     assert sweep.label({"curriculum": "mixed", "beta": "0.05"}) == "mixed-beta=0.05"
+    assert sweep.label({"curriculum": "mixed", "order": "none"}) == "mixed"
 
 
 @pytest.mark.parametrize(

@@ -497,11 +497,16 @@ def test_none_is_an_empty_list_in_a_recipe_as_in_a_flag(section, name, tmp_path)
     assert getattr(getattr(load_recipe(path), section), name) == []
 
 
-def test_the_file_of_an_earlier_run_may_have_settings_that_are_gone():
-    """Their values are those that the run has now, else it is refused."""
+def test_the_file_of_an_earlier_run_may_have_settings_that_are_gone(tmp_path):
+    """A recipe with a value that no run has now is refused; a run can still be read."""
     path = SMALL_RUN / "config.yaml"
     assert "plateau_delta: 0.01" in path.read_text() and "permute_rewards" in path.read_text()
     assert load_recipe(path).curriculum.plateau_patience == 0
+    changed = tmp_path / "config.yaml"
+    changed.write_text(path.read_text().replace("plateau_delta: 0.01", "plateau_delta: 0.05"))
+    says(refusal(load_recipe, changed), "plateau_delta: a gain of 0.01 is progress")
+    (tmp_path / "metrics.jsonl").touch()
+    assert load_recipe(changed).curriculum.plateau_patience == 0
 
 
 def test_each_answer_names_present_settings():
