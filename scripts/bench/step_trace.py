@@ -1,4 +1,4 @@
-"""List the files and rooms whose functions one optimizer step calls.
+"""List the files and wings whose functions one optimizer step calls.
 
 `python scripts/bench/step_trace.py` makes a small run on two ranks. In the run, every message calls
 a tool and every group trains. The script records the functions that rank 0 calls between the second
@@ -34,8 +34,11 @@ FLAGS = [
     *("--eval-tasks-per-domain", "1", "--eval-trials", "1", "--report-to", "none"),
     *("--num-gpus", str(NUM_RANKS), "--family-shares", "{}"),
 ]
-# Rooms, files and functions that the list leaves out.
-ASIDE = ("evaluation", "checkpoints", "tracking", "distributed/watchdog.py")
+# Wings, files and functions that the list leaves out.
+ASIDE = (
+    *("evaluation", "checkpoints", "report"),
+    *("training/step_metrics.py", "distributed/watchdog.py"),
+)
 ASIDE_FUNCTION = "save_transcripts"
 
 
@@ -46,13 +49,13 @@ def is_aside(file: str, function: str) -> bool:
 
 
 def traced() -> dict[str, Any]:
-    """The files and rooms of one optimizer step."""
+    """The files and wings of one optimizer step."""
     with TemporaryDirectory() as folder:
         first, *others = play_ranks(play, NUM_RANKS, folder, timeout_s=600)
     if failed := [result for result in (first, *others) if isinstance(result, str)]:
         raise RuntimeError(failed[0])
-    rooms = sorted({file.split("/")[0].removesuffix(".py") for file in first})
-    return {"num_rooms": len(rooms), "rooms": rooms, "num_files": len(first), "files": first}
+    wings = sorted({file.split("/")[0].removesuffix(".py") for file in first})
+    return {"num_wings": len(wings), "wings": wings, "num_files": len(first), "files": first}
 
 
 class Trace:

@@ -1,7 +1,7 @@
 """Small runs of the proofs that kill runs and put faults into them.
 
 That a killed run ends as the undisturbed one is proven by test_survives.py, that a killed rank is
-named by test_watchdog.py, and that NaN skips a step by grpo/test_faults.py.
+named by test_watchdog.py, and that NaN skips a step by training/test_faults.py.
 """
 
 import json
