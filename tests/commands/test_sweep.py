@@ -39,15 +39,6 @@ def test_lists_and_mappings_are_single_values():
     assert sweep.split_values("{a: 1, b: 2},{}") == ["{a: 1, b: 2}", "{}"]
 
 
-def test_a_configuration_has_a_name():
-    assert sweep.label({"replay": "0.1", "order": "retail,airline"}) == (
-        "replay=0.1-order=retail_airline"
-    )
-    assert sweep.label(sweep.MIXED) == "mixed"
-    assert sweep.label({"curriculum": "mixed", "beta": "0.05"}) == "mixed-beta=0.05"
-    assert sweep.label({"curriculum": "mixed", "order": "none"}) == "mixed"
-
-
 @pytest.mark.parametrize(
     ("words", "message"),
     [

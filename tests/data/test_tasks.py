@@ -498,13 +498,6 @@ def test_no_group_is_lost_or_played_twice_whatever_the_ranks():
             assert max(map(len, shares)) - min(map(len, shares)) <= 1
 
 
-def test_domains_listed_one_after_another_spread_over_the_ranks():
-    domains = ["airline"] * 8 + ["retail"] * 8 + ["telecom"] * 8
-    for rank in range(4):
-        mine = Counter(domains[index] for index in shard(rank, 4, 24))
-        assert mine == {"airline": 2, "retail": 2, "telecom": 2}
-
-
 CALL = {"type": "function", "id": "c1", "function": {"name": "look", "arguments": {"card": "A1"}}}
 AS_TEXT, LIST, BROKEN = (
     {**CALL, "function": {"name": "look", "arguments": text}}

@@ -7,7 +7,7 @@ import pytest
 
 from pipeline.run import main
 from scripts.proofs import own_domains
-from scripts.proofs.own_domains import EXAMPLES, commands_of, judge
+from scripts.proofs.own_domains import EXAMPLES, commands_of
 from tests.support.warm import episodes
 
 SHORT = [
@@ -67,13 +67,3 @@ def test_an_examples_commands_lead_to_a_run_that_would_begin(
     said = capfd.readouterr()
     assert code == 0, said
     assert f"  {OWN.get(example, 'sums')}: 8 to train" in said.out
-
-
-def test_each_bound_of_the_proof_is_judged(capsys: pytest.CaptureFixture[str]) -> None:
-    good = {"a airline": 0.7, "a own": 0.9, "a minutes": 10.0}
-    assert judge(good) == 0
-    for name, value in (("a airline", 0.69), ("a own", 0.79), ("a minutes", 10.1)):
-        assert judge({**good, name: value}) == 1
-    assert "least success 0.700 (bound 0.7), mean 0.800 (0.75), longest 10.1 min (10)" in (
-        capsys.readouterr().out
-    )

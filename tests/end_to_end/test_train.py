@@ -4,13 +4,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import pytest
-import yaml
-
 from pipeline.common.errors import RunError
-from pipeline.config.settings import Config
-from pipeline.models import memory
-from pipeline.models.memory import Memory
 from pipeline.run_state import Run, open_run
 from tests.support.shared_run import SMALL
 from tests.support.warm import metrics, play, results
@@ -114,25 +108,3 @@ def test_what_is_not_wanted_is_not_evaluated_and_a_resume_does_not_make_up_for_i
     again = ["--resume-from-checkpoint", "latest", "--output-dir", "out", "--override"]
     play(*again, "--eval-on-start", cwd=tmp_path)
     assert [e["after"] for e in results(tmp_path / "out")["evaluations"]] == ["airline"]
-
-
-def crowded(config: Config, *arguments: Any) -> Run:
-    """Open a run on a machine whose memory is less than all episodes at once need."""
-    need = Memory(config.changed("rollout", max_concurrent_episodes=4)).need()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(memory, "memory_of_a_rank", lambda _: need)
-        run = open_run(config, *arguments)
-    print(f"at once: {run.learner.sampling.max_episodes}")
-    return run
-
-
-def test_a_run_plays_as_many_episodes_at_once_as_fit(tmp_path: Path) -> None:
-    """With the same draws, as test_rollout.py shows."""
-    arguments = [*("--no-grpo", "--domains", "airline", "--eval-tasks-per-domain", "6")]
-    arguments += ["--max-turns", "2", "--max-tokens-per-turn", "8", "--report-to", "none"]
-    arguments += ["--output-dir", "few"]
-    done = play(*arguments, cwd=tmp_path, num_ranks=1, open_run=crowded)
-    assert "note: 4 of 12 episodes at once, as many as fit into memory\n" in done.stdout
-    assert "at once: 4\n" in done.stdout
-    saved = yaml.safe_load((tmp_path / "few" / "config.yaml").read_text())
-    assert saved["rollout"]["max_concurrent_episodes"] == 512

@@ -1,31 +1,23 @@
 """The warm start: its rows are what the policy will see, with labels on what it says."""
 
-import gc
 import json
 import re
 from importlib import import_module
+from itertools import product
+from types import SimpleNamespace
 
 import pytest
 import torch
-from accelerate import Accelerator
-from torch.nn.parallel import DistributedDataParallel
-from torch.optim import AdamW
-from transformers import AutoModelForCausalLM, get_scheduler
+from transformers import get_scheduler
 
-from pipeline.checkpoints.checkpoint import Checkpointer, TrainState
-from pipeline.checkpoints.run_folder import find_checkpoint, read_state
 from pipeline.common.errors import UserError
 from pipeline.config.cli import flag, parse
 from pipeline.config.domain_names import EMBEDDED_DOMAINS
 from pipeline.config.settings import Config, RolloutSettings
-from pipeline.distributed.ranks import Interrupted, Ranks, parameter_hash
-from pipeline.distributed.sharding import shard_model, whole
 from pipeline.environments.demonstrations import warm_start_demonstrations
 from pipeline.environments.discovery import tool_schemas
 from pipeline.environments.domains import Domain
 from pipeline.environments.experts import run_expert
-from pipeline.models.layers import outer_layers
-from pipeline.models.tiny import tiny_model
 from pipeline.preflight.parts import prepare
 from pipeline.rollout.limits import check_limits
 from pipeline.rollout.rollout import RolloutRequest
@@ -34,12 +26,10 @@ from pipeline.training.sft import (
     IGNORED,
     Schedule,
     encode,
-    fine_tune,
     learning_rate_at,
     sft_examples,
-    warm_start_schedule,
+    share_of,
 )
-from scripts.proofs.ranks import play_ranks
 from tests.support.helpers import (
     Desk,
     ScriptedSampler,
@@ -301,109 +291,9 @@ def test_the_learning_rate_is_that_of_transformers():
         schedule.step()
 
 
-def train_on_this_rank(deterministic):
-    accelerator = Accelerator()
-    ranks = Ranks(accelerator.process_index, accelerator.num_processes, 60)
-    model = tiny_model(tokenizer(), seed=1)
-    steps = []
-
-    def on_step(loss, _):
-        steps.append(loss)
-
-    for layer in model.model.layers:  # whose masks would be drawn on each rank for its own rows
-        layer.self_attn.attention_dropout = 0.3
-    settings = config(steps=3, batch_size=4, rule_share=1.0)
-    settings = settings.changed("run", deterministic=deterministic)
-    examples = sft_examples(
-        settings, chat(), warm_start_demonstrations(settings, embedded(*EMBEDDED_DOMAINS))
-    )
-    schedule = warm_start_schedule(settings)
-    loss = fine_tune(settings, accelerator, ranks, model, examples, schedule, on_step=on_step)
-    ranks.check_same_parameters(model.named_parameters(), "after the warm start")
-    flat = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
-    assert all(parameter.grad is None for parameter in model.parameters())
-    left = [m for m in gc.get_objects() if isinstance(m, DistributedDataParallel | AdamW)]
-    assert left == []  # with the buckets of gradients and the moments
-    assert loss == steps[-1]  # the last eighth of the steps
-    return flat.numpy(), loss, len(steps)
-
-
-def played(num_ranks, deterministic):
-    results = play_ranks(train_on_this_rank, num_ranks, deterministic)
-    for result in results:
-        assert isinstance(result, tuple), result
-    return results
-
-
-def test_any_number_of_ranks_warm_starts_alike_and_a_deterministic_one_bit_by_bit():
-    """4 rows a step on 3 ranks: shares of 1, 1 and 2."""
-    alone, *three = played(1, True) + played(3, True)
-    before = torch.cat([p.detach().flatten() for p in tiny_model(tokenizer(), seed=1).parameters()])
-    moved = (torch.from_numpy(alone[0]) - before).norm()
-    assert moved > 0.01 * before.norm()
-    for parameters, loss, steps in three:
-        assert (parameters == alone[0]).all()
-        assert (loss, steps) == (alone[1], 3)
-    for parameters, loss, steps in played(3, False):
-        assert abs(parameters - alone[0]).max() <= 1e-5
-        assert loss == pytest.approx(alone[1], rel=1e-3)
-        assert steps == 3
-
-
-def trained(folder, shard, stop_after, resumes):
-    """The hash of the parameters and the loss after a warm start, or None if a signal stops it."""
-    accelerator = Accelerator()
-    ranks = Ranks(accelerator.process_index, accelerator.num_processes, 60)
-    settings = config(steps=4, batch_size=2).changed("grpo", shard=shard)
-    state = TrainState()
-    path = find_checkpoint(folder, "latest")[0] if resumes else None
-    model = tiny_model(tokenizer(), seed=1)
-    if path is not None:
-        state.load_state_dict(read_state(path))
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-    sharded = None
-    if shard == "full":
-        sharded = shard_model(model, outer_layers(model), None, reshards=True)
-    checkpointer = Checkpointer(folder, ranks, settings.run, state, tokenizer(), resumed=path)
-    steps = []
-
-    def on_step(loss, optimizer):
-        steps.append(loss)
-        # As if the signal had come in the middle of the step, to one rank.
-        ranks.stop_wanted |= len(steps) == stop_after and ranks.rank == ranks.num_ranks - 1
-        if checkpointer.is_late:
-            checkpointer.save("step-000000", model, optimizer)
-
-    try:
-        loss = fine_tune(
-            settings,
-            accelerator,
-            ranks,
-            model,
-            sft_examples(
-                settings, chat(), warm_start_demonstrations(settings, embedded("airline"))
-            ),
-            warm_start_schedule(settings),
-            sharded=sharded,
-            state=state.warm_start,
-            resumed=path,
-            on_step=on_step,
-        )
-    except Interrupted:
-        return None
-    assert len(steps) == 2 if resumes else 4
-    return parameter_hash((n, whole(p)) for n, p in model.named_parameters()), loss
-
-
-@pytest.mark.parametrize(
-    ("num_ranks", "shard"), [(1, "none"), (2, "none"), (2, "optimizer"), (2, "full")]
-)
-def test_a_warm_start_that_a_signal_has_stopped_goes_on_bit_by_bit(tmp_path, num_ranks, shard):
-    (tmp_path / ".lock").touch()
-    undisturbed, stopped, resumed = (
-        play_ranks(trained, num_ranks, tmp_path, shard, *how)
-        for how in ((0, False), (2, False), (0, True))
-    )
-    assert stopped == [None] * num_ranks
-    assert isinstance(undisturbed[0], tuple), undisturbed
-    assert resumed == undisturbed == [undisturbed[0]] * num_ranks
+def test_ranks_share_out_the_examples_of_a_step_each_once():
+    examples = [{"input_ids": [number % 4, number]} for number in range(10)]
+    for num_ranks, group in product((1, 2, 3), (0, 2)):
+        ranks = [SimpleNamespace(rank=rank, num_ranks=num_ranks) for rank in range(num_ranks)]
+        found = [example for of_rank in ranks for example in share_of(examples, of_rank, group)]
+        assert sorted(found, key=by_ids) == sorted(examples, key=by_ids)

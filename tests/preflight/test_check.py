@@ -1,23 +1,19 @@
 """What is checked before any rank computes: `--check`, preparation, memory, the run's folder."""
 
-import json
 import re
 import shutil
 
 import pytest
-from tokenizers import Tokenizer
-from transformers import PreTrainedTokenizerFast
 
 from pipeline.checkpoints.checkpoint import TrainState, save
-from pipeline.checkpoints.run_folder import begin, check_folder, folder_of, open_folder
+from pipeline.checkpoints.run_folder import begin, check_folder, open_folder
 from pipeline.config.recipe import load_recipe
 from pipeline.config.settings import Config, ModelSettings
 from pipeline.models import lora
-from pipeline.models.memory import GIB, Memory, memory_of_a_rank
+from pipeline.models.memory import GIB, Memory
 from pipeline.models.tiny import CHAT_TEMPLATE, tiny_model, tiny_tokenizer
 from pipeline.preflight import check
 from pipeline.preflight.check import check_and_prepare
-from pipeline.preflight.made_of import hashes_of_tokenizer
 from pipeline.preflight.parts import prepare
 from tests.support import ROOT
 from tests.support.helpers import tokenizer
@@ -178,30 +174,6 @@ def test_the_memory_of_the_tiny_recipe_adds_up():
     assert memory.need() == sum(found.values()) - min(37_748_736, activations)
 
 
-def test_adapters_alone_need_gradients_moments_and_a_reference():
-    # Rank 16 on seven layers of each block: 16 x (in + out) weights each, in 36 blocks.
-    count = 36 * 16 * (2 * (2560 + 4096) + 2 * (2560 + 1024) + 3 * (2560 + 9728))
-    recipe = load_recipe(QWEN)
-    assert recipe.model.use_peft and (recipe.model.lora_r, recipe.warm_start.steps) == (16, 0)
-    need = Memory(recipe.changed("grpo", beta=0.1)).terms()
-    assert need["LoRA adapters, twice"] == 8 * count
-    assert need["gradients"] == need["reference policy"] == 4 * count
-    assert need["moments of AdamW"] == 8 * count
-    assert need["weights (bf16)"] == 2 * 4_022_468_096
-    assert "sampling copy" not in need
-    some = Memory(recipe.changed("model", lora_target_modules=["q_proj"])).terms()
-    assert some["gradients"] == 4 * 36 * 16 * (2560 + 4096)
-
-
-def test_full_training_in_bf16_has_a_copy_and_a_sharded_optimizer_leaves_each_rank_its_share():
-    recipe = load_recipe(QWEN).changed("model", use_peft=False)
-    whole = Memory(recipe).terms()
-    shared = Memory(recipe.changed("grpo", shard="optimizer")).terms()
-    assert whole["moments of AdamW"] == 8 * 4_022_468_096
-    assert whole["sampling copy"] == 2 * 4_022_468_096
-    assert shared == {**whole, "moments of AdamW": 4_022_468_096}  # on 8 ranks
-
-
 def test_a_run_on_a_checkpoint_of_adapters_is_checked(tmp_path):
     base = tiny_model(tokenizer(), 0)
     save(tmp_path, "base", base, tokenizer(), TrainState().state_dict())
@@ -251,13 +223,6 @@ def test_as_many_episodes_play_at_once_as_fit(monkeypatch, capsys):
     assert said.count("at once") == 1
     assert said.endswith("note: 40 of 100 episodes at once, as many as fit into memory\n")
     assert large.rollout.max_concurrent_episodes == 100
-
-
-def test_ranks_share_the_machines_memory(monkeypatch):
-    whole = memory_of_a_rank(config())
-    assert memory_of_a_rank(config(run={"num_gpus": 4})) == whole / 4
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    assert memory_of_a_rank(config(run={"num_gpus": 4})) == whole / 2
 
 
 # Preparation
@@ -325,16 +290,6 @@ def test_what_a_terminal_would_obey_is_shown_and_not_obeyed(tmp_path, monkeypatc
 # The run's folder
 
 
-def test_an_opened_folder_holds_the_resolved_settings(tmp_path):
-    settings = config(run={"output_dir": str(tmp_path / "a" / "b"), "seed": 7})
-    opened = open_folder(settings)
-    assert (opened.folder, opened.checkpoint) == (tmp_path / "a" / "b", None)
-    assert [path.name for path in opened.folder.iterdir()] == [".lock"]
-    begin(opened, settings, 2, 0, set())
-    written = load_recipe(opened.folder / "config.yaml")
-    assert written == settings.changed("run", num_gpus=2)
-
-
 def test_a_folder_that_holds_a_run_is_refused_unless_it_is_resumed(tmp_path):
     settings = config(run={"output_dir": str(tmp_path)})
     resumed = {"output_dir": str(tmp_path), "resume_from_checkpoint": "latest", "seed": 9}
@@ -380,36 +335,6 @@ def test_what_a_run_without_a_checkpoint_has_written_is_moved_and_not_lost(tmp_p
     assert (kept / "metrics.jsonl").read_text() == "2\n"
 
 
-CHANGES = {
-    "added_tokens": lambda old: [*old[:-1], {**old[-1], "lstrip": True}],
-    "decoder": lambda _: {"type": "Fuse"},
-    "model": lambda old: {**old, "ignore_merges": False},
-    "normalizer": lambda _: {"type": "NFKC"},
-    "post_processor": lambda old: {**old, "single": [*old["single"], *old["single"]]},
-    "pre_tokenizer": lambda old: {"type": "Digits", "individual_digits": True},
-}
-
-
-@pytest.mark.parametrize("name", CHANGES)
-def test_each_part_of_a_tokenizer_counts_in_its_hash(name):
-    own = tokenizer()
-    before = hashes_of_tokenizer(own)
-    own(["a", "longer"], padding=True, truncation=True, max_length=4)  # changes the backend
-    assert hashes_of_tokenizer(own) == before
-    file = json.loads(own.backend_tokenizer.to_str())
-    file[name] = CHANGES[name](file[name])
-    other = PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer.from_str(json.dumps(file)),
-        pad_token=own.pad_token,
-        eos_token=own.eos_token,
-        clean_up_tokenization_spaces=False,
-    )
-    other.chat_template = own.chat_template
-    other.response_template = own.response_template
-    after = hashes_of_tokenizer(other)
-    assert [what for what in before if after[what] != before[what]] == ["rules of the tokenizer"]
-
-
 def test_a_run_that_is_still_stopping_keeps_its_folder(tmp_path):
     settings = config(run={"output_dir": str(tmp_path)})
     running = open_folder(settings)
@@ -427,11 +352,6 @@ def test_a_run_that_is_still_stopping_keeps_its_folder(tmp_path):
 def test_a_folder_with_other_files_is_fine(tmp_path):
     (tmp_path / "notes.txt").write_text("mine")
     assert open_folder(config(run={"output_dir": str(tmp_path)})).folder == tmp_path
-
-
-def test_without_output_dir_the_folder_is_named_after_recipe_and_time():
-    folder = folder_of(load_recipe("mixed"))
-    assert re.fullmatch(r"runs/mixed-\d{8}-\d{6}", folder.as_posix())
 
 
 def test_a_policy_that_no_prompt_shows_is_a_warning(tmp_path):

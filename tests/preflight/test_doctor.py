@@ -214,12 +214,6 @@ def test_ranks_that_do_not_meet_are_told_what_to_try(alone, monkeypatch, capsys)
     assert f"doctor: broken: connection; not checked: {left} (after 0 s)" in said
 
 
-def test_gpus_are_told_what_nccl_listens_to(monkeypatch):
-    monkeypatch.setattr(doctor, "on_gpu", lambda: True)
-    for name in ("DEBUG=INFO", "SOCKET_IFNAME=eth0", "IB_DISABLE=1", "P2P_DISABLE=1"):
-        assert f"NCCL_{name}" in doctor.links_remedy()
-
-
 # What is made of measurements
 
 

@@ -12,8 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pipeline.common.errors import UserError
-from pipeline.config.cli import parse
 from pipeline.config.settings import Config
 from pipeline.data.curriculum import Stage
 from pipeline.data.rng import stream_key
@@ -295,24 +293,6 @@ def test_tasks_live_groups_and_permuted_rewards_are_the_same_on_one_and_three_ra
     assert {group for group, kept, *_ in episodes if kept} == {
         group for group, *_ in episodes if live(group)
     }
-
-
-def test_the_control_permutes_among_the_episodes_that_train_and_the_others_keep_theirs():
-    run = alone()
-    played = collect(run)
-    was_kept = kept_of(played)
-    own = [trajectory.reward for trajectory in played.trajectories]
-    permute_rewards(played, run.ranks, run.config.run.seed, step=0)
-    given = [trajectory.reward for trajectory in played.trajectories]
-    pairs = list(zip(own, given, was_kept, strict=True))
-    assert sorted(o for o, _, kept in pairs if kept) == sorted(g for _, g, kept in pairs if kept)
-    assert [o for o, _, kept in pairs if kept] != [g for _, g, kept in pairs if kept]
-    assert [o for o, _, kept in pairs if not kept] == [g for _, g, kept in pairs if not kept]
-
-
-def test_replacing_groups_and_training_on_them_all_the_same_is_refused():
-    with pytest.raises(UserError, match="drop_zero_std_groups: false contradicts dynamic_sampling"):
-        parse(["--dynamic-sampling", "--no-drop-zero-std-groups"])
 
 
 # Whole runs: a tiny model that has learnt to say one of two words, and a coin that likes one

@@ -75,21 +75,6 @@ def test_the_clipped_loss_of_five_tokens():
     assert gradient == close([-0.2, 0.0, -0.1, 0.3, 0.0])
 
 
-@pytest.mark.parametrize(
-    ("loss_type", "expected"),
-    [
-        ("grpo", [1 / 8, 1 / 16]),  # 4 sequences, of 2 and of 4 tokens
-        ("bnpo", [0.1, 0.1]),  # 10 tokens
-        ("dapo", [0.1, 0.1]),
-        ("cispo", [0.1, 0.1]),
-        ("dr_grpo", [0.0025, 0.0025]),  # 4 sequences x 100 tokens
-    ],
-)
-def test_the_weight_of_a_token_comes_from_counts_over_all_ranks(loss_type, expected):
-    weights = token_weights([2, 4], loss_type, num_sequences=4, num_tokens=10, max_tokens=100)
-    assert weights == pytest.approx(expected)
-
-
 def test_a_step_without_a_sampled_token_has_finite_weights():
     assert token_weights([0], "grpo", 1, 0, 100) == [1.0]
     assert token_weights([0], "dapo", 1, 0, 100) == [1.0]
