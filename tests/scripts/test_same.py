@@ -2,51 +2,35 @@
 
 import gzip
 import json
-from pathlib import Path
-
-import pytest
+import shutil
 
 from scripts.proofs.same import compared
-
-METRICS = [{"kind": "train", "step": 1, "train/loss": 0.25}, {"kind": "eval", "step": 1}]
-EPISODES = "trajectories/airline/step-000001.rank-0.jsonl.gz"
-FILES = ("checkpoints/stage-1/model.safetensors", "checkpoints/stage-1/optimizer.pt", EPISODES)
+from tests.support import SMALL_RUN
 
 
-def run_folder(folder: Path) -> Path:
-    for name in FILES:
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        content = name.encode()
-        (folder / name).write_bytes(gzip.compress(content) if name == EPISODES else content)
-    write_metrics(folder, METRICS)
-    return folder
-
-
-def write_metrics(folder: Path, rows: list[dict[str, object]]) -> None:
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-
-
-@pytest.mark.parametrize("name", FILES)
-def test_a_changed_or_missing_file_is_named_and_the_time_in_a_packed_one_is_no_change(
-    tmp_path, name
+def test_a_file_or_a_metric_that_differs_is_named_and_the_time_in_a_packed_file_is_no_change(
+    tmp_path,
 ):
-    a = run_folder(tmp_path / "a")
-    b = run_folder(tmp_path / "b")
-    (b / EPISODES).write_bytes(gzip.compress(EPISODES.encode(), mtime=1))
+    a, b = (shutil.copytree(SMALL_RUN, tmp_path / name) for name in "ab")
+    packed, missing = sorted(b.glob("trajectories/*/*.gz"))
+    said = gzip.decompress(packed.read_bytes())
+    packed.write_bytes(gzip.compress(said, mtime=1))
     assert list(compared(a, b)) == []
-    (b / name).write_bytes(gzip.compress(b"other") if name == EPISODES else b"other")
-    assert list(compared(a, b)) == [f"{name}: other content"]
-    (a / name).unlink()
-    assert list(compared(a, b)) == [f"{name}: only on one side"]
-
-
-def test_a_metric_that_differs_or_is_new_is_named_with_its_line(tmp_path):
-    a = run_folder(tmp_path / "a")
-    b = run_folder(tmp_path / "b")
-    write_metrics(b, [METRICS[0] | {"train/loss": 0.5}, METRICS[1] | {"eval/new": 1.0}])
-    assert list(compared(a, b)) == [
-        "metrics.jsonl:1 train/loss: 0.25 there, 0.5 here",
-        "metrics.jsonl:2 eval/new: None there, 1.0 here",
-    ]
-    write_metrics(b, METRICS[:1])
-    assert list(compared(a, b)) == ["metrics.jsonl: 2 lines there, 1 here"]
+    packed.write_bytes(gzip.compress(said + b"other"))
+    (weights,) = b.glob("checkpoints/*/model.safetensors")
+    weights.write_bytes(b"other")
+    missing.unlink()
+    lines = (b / "metrics.jsonl").read_text().splitlines()
+    first = json.loads(lines[0])
+    lines[0] = json.dumps(first | {"step": 7, "eval/new": 1.0})
+    (b / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    found = {*compared(a, b)}
+    assert found == {
+        f"{packed.relative_to(b)}: other content",
+        f"{weights.relative_to(b)}: other content",
+        f"{missing.relative_to(b)}: only on one side",
+        f"metrics.jsonl:1 step: {first['step']} there, 7 here",
+        "metrics.jsonl:1 eval/new: None there, 1.0 here",
+    }
+    (b / "metrics.jsonl").write_text("\n".join(lines[1:]) + "\n")
+    assert f"metrics.jsonl: {len(lines)} lines there, {len(lines) - 1} here" in {*compared(a, b)}

@@ -8,8 +8,6 @@ from typing import Any
 
 import pytest
 import yaml
-from optuna import create_study
-from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
 
 from pipeline.common.errors import UserError
 from pipeline.config.cli import parse
@@ -83,20 +81,6 @@ def test_every_value_of_the_wandb_sweep_is_taken_by_the_command_line() -> None:
 
 
 # Ranges
-
-
-def test_ranges_and_choices_are_suggested() -> None:
-    words = ["learning_rate=1e-4..1e-3:log", "tasks_per_step=8..32", "loss_type=dapo,grpo"]
-    searches = optuna_study.searches_of([*words, "beta=0..1"], [])
-    trial = create_study().ask()
-    values = {name: suggest(trial) for name, suggest in searches.items()}
-    assert trial.params == values
-    assert trial.distributions == {
-        "learning_rate": FloatDistribution(1e-4, 1e-3, log=True),
-        "tasks_per_step": IntDistribution(8, 32),
-        "loss_type": CategoricalDistribution(("dapo", "grpo")),
-        "beta": FloatDistribution(0.0, 1.0),
-    }
 
 
 @pytest.mark.parametrize(
