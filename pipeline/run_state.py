@@ -14,13 +14,12 @@ import torch
 from pipeline.checkpoints import run_folder
 from pipeline.checkpoints.checkpoint import Checkpointer, SavedState, TrainState
 from pipeline.checkpoints.resume import (
-    hashes_with_model,
+    agree_on_model,
     load_start,
     open_together,
     origin_of_model,
     refuse_other_origin,
     refuse_other_stages,
-    share_folder,
 )
 from pipeline.checkpoints.run_folder import Opened
 from pipeline.checkpoints.transcripts import save_transcripts
@@ -50,9 +49,7 @@ from pipeline.evaluation.evaluate import (
     write_results,
 )
 from pipeline.models.capabilities import enter_ends
-from pipeline.models.chat.fitting import held_clock
-from pipeline.preflight.check import check_and_prepare
-from pipeline.preflight.made_of import hashes_of_modules
+from pipeline.preflight.made_of import hashes_of_modules, made_of
 from pipeline.preflight.parts import Parts
 from pipeline.report.log import RunLog
 from pipeline.report.progress import episodes_of, say_start
@@ -231,6 +228,8 @@ class Run:
 
 def open_run(
     config: Config,
+    folder: Path,
+    parts: Parts,
     accelerator: Any,
     ranks: Ranks,
     watchdog: Watchdog,
@@ -238,19 +237,19 @@ def open_run(
     make_sampler: Callable[..., Sampler] = make_sampler,
     on_batch: Hook = lambda *_: None,
 ) -> Run:
-    """Open a run on this rank. Every rank of the process group must call this function.
+    """Open a run of `parts` in `folder`. Every rank of the process group must call this function.
 
     `make_sampler` has the signature of that in `pipeline.rollout.samplers.choice`. `on_batch` is
     called after each step and each evaluation with the run, the name of the stage or evaluation,
     and this rank's episodes. Raises UserError for mistakes of the user.
     """
-    origin = agree_on_origin(config, accelerator, ranks, watchdog)
+    origin = agree_on_origin(config, folder, parts, accelerator, ranks, watchdog)
     learner, language_models = make_learner(origin, config, accelerator, ranks, make_sampler)
     log, checkpointer = open_files(origin, config, ranks, watchdog)
     run = Run(
         config=config,
-        parts=origin.parts,
-        folder=origin.folder,
+        parts=parts,
+        folder=folder,
         accelerator=accelerator,
         ranks=ranks,
         watchdog=watchdog,
@@ -259,7 +258,7 @@ def open_run(
         log=log,
         checkpointer=checkpointer,
         saved_state=origin.saved_state,
-        kl_probe=KLProbe(origin.folder, config, ranks),
+        kl_probe=KLProbe(folder, config, ranks),
         state=origin.state,
         on_batch=on_batch,
     )
@@ -275,48 +274,49 @@ class Origin:
     files: Opened | None  # the open folder, on rank 0
     resumed: Path | None  # the checkpoint from which the run goes on
     parts: Parts
-    episodes_at_once: int
     model: Any
     saved_state: SavedState  # of the checkpoint, or empty
     state: TrainState
 
 
-def agree_on_origin(config: Config, accelerator: Any, ranks: Ranks, watchdog: Watchdog) -> Origin:
-    """Open the run's folder, and load its parts, its weights and its state.
+def agree_on_origin(
+    config: Config,
+    folder: Path,
+    parts: Parts,
+    accelerator: Any,
+    ranks: Ranks,
+    watchdog: Watchdog,
+) -> Origin:
+    """Open the run's folder, and load its weights and its state.
 
     Raises UserError if the ranks, or a run and its checkpoint, are made of different things.
     """
-    folder = share_folder(config, ranks)
-    clock = ranks.all_gather_objects(held_clock(), "clock")[0]
-    parts, episodes_at_once = check_and_prepare(config, clock)
     about = parts.about
-    files, resumed = open_together(config, folder, ranks, parts.tokenizer, about, parts.made_of)
+    hashes = made_of(config, parts.tasks, parts.tokenizer)
+    files, resumed = open_together(config, folder, ranks, parts.tokenizer, about, hashes)
     watchdog.can_resume = resumed is not None
     watchdog.not_for_children += [files.lock] if files else []
     saved_state, model = load_start(config, parts.tokenizer, resumed, accelerator.device)
-    origin = saved_state or origin_of_model(config)
-    late = [n for n in origin.get("made_of", {}) if n.startswith(MODULE) and n not in parts.made_of]
-    made_of = parts.made_of | hashes_with_model(
-        config, model, parts.chat, late, ranks, is_new=resumed is None
-    )
+    earlier = saved_state or origin_of_model(config)
+    late = [n for n in earlier.get("made_of", {}) if n.startswith(MODULE) and n not in hashes]
+    hashes |= agree_on_model(config, model, parts.chat, late, ranks, is_new=resumed is None)
     enter_ends(model, parts.chat)
     state = TrainState()
     state.load_state_dict(saved_state)
     stages = one_after_another(parts.stages, state.ended_early)
     name = (resumed or Path(config.model.model)).name
-    notes = refuse_other_origin(origin, made_of, name, config.run.override, about)
+    notes = refuse_other_origin(earlier, hashes, name, config.run.override, about)
     for line in notes if ranks.is_main else ():
         say(line)
     refuse_other_stages(state.evaluations, stages, folder)
     state.config = config.model_dump(mode="json")
     state.about = about
-    state.made_of = {**state.made_of, **made_of}
+    state.made_of = {**state.made_of, **hashes}
     return Origin(
         folder=folder,
         files=files,
         resumed=resumed,
         parts=parts,
-        episodes_at_once=episodes_at_once,
         model=model,
         saved_state=saved_state,
         state=state,
@@ -354,7 +354,7 @@ def make_learner(
     if config.grpo.shard != "none" and ranks.num_ranks == 1:
         say("note: shard has no effect on one rank")
     learner.check_agreement(parts.longest_prompt)
-    learner.sampling.max_episodes = origin.episodes_at_once
+    learner.sampling.max_episodes = parts.episodes_at_once
     models = (customers.model if customers else None, judge)
     return learner, [model for model in models if model]
 

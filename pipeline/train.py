@@ -18,6 +18,7 @@ from pipeline.checkpoints.resume import (
     folder_of_reference,
     refuse_other_origin,
     set_weights,
+    share_folder,
     weights_of,
 )
 from pipeline.checkpoints.run_folder import folder_of
@@ -50,6 +51,7 @@ from pipeline.evaluation.evaluate import (
 )
 from pipeline.models.fitting import fitted
 from pipeline.models.sampling_copy import has_adapters
+from pipeline.preflight.check import check_and_prepare
 from pipeline.report.export import push_after_training
 from pipeline.report.progress import StageProgress
 from pipeline.report.watch import page_beside
@@ -455,7 +457,9 @@ def main(
     accelerator, ranks = connect(config)
     with Watchdog(ranks, config.run.timeout) as watchdog:
         try:
-            run = open_run(config, accelerator, ranks, watchdog)
+            folder = share_folder(config, ranks)
+            parts = check_and_prepare(config, ranks)
+            run = open_run(config, folder, parts, accelerator, ranks, watchdog)
         except OSError as error:
             fault = full_disk(folder_of(config), error, "start again in another folder")
             raise fault or error from None

@@ -122,10 +122,10 @@ def open_together(
     return opened, checkpoint if name else None
 
 
-def hashes_with_model(
+def agree_on_model(
     config: Config, model: Any, chat: Chat, late: Sequence[str], ranks: Ranks, *, is_new: bool
 ) -> dict[str, str]:
-    """Return the hashes of what `open_together` could not compare yet, by a name for each.
+    """Compare what `open_together` could not compare yet; return hashes of it, by a name for each.
 
     These are the modules that the run has imported `late`, the ends of messages, and what the run
     needs again of its model: with LoRA, and for the reference of a new run. Raises UserError, on

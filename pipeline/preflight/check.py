@@ -1,10 +1,10 @@
 """Checks of settings, tasks, model and memory before a run, and the plan that `--check` prints."""
 
-import os
 import shutil
 import sys
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from importlib.util import find_spec
 
 from pipeline.checkpoints.run_folder import check_folder, folder_of
@@ -14,6 +14,8 @@ from pipeline.common.untrusted import printable
 from pipeline.config.rules import left_out
 from pipeline.config.settings import SAMPLERS, Config
 from pipeline.distributed.main_memory import main_memory, refuse_too_many
+from pipeline.distributed.ranks import Ranks
+from pipeline.models.chat.fitting import held_clock
 from pipeline.models.fitting import fitted
 from pipeline.models.loading import SHAPES
 from pipeline.models.memory import GIB, Memory
@@ -22,26 +24,24 @@ from pipeline.preflight.parts import Parts, prepare
 from pipeline.rollout.samplers.choice import choose, refuse_missing
 
 
-def check_and_prepare(config: Config, clock: str | None = None) -> tuple[Parts, int]:
+def check_and_prepare(config: Config, ranks: Ranks) -> Parts:
     """Check the settings, tasks, model and memory of a run, on every rank. Raises UserError.
 
-    Returns the parts of the run, and how many episodes play at once: `max_concurrent_episodes`, or
-    fewer if no more fit into memory. `clock` is what the chat template of a new run reads instead
-    of the clock.
+    Of the parts that it returns, fewer episodes play at once if no more fit into memory. The chat
+    template of a new run reads rank 0's clock.
     """
     refuse_missing(config.rollout.sampler_facts)
-    parts = prepare(config, clock=clock)
+    parts = prepare(config, clock=ranks.all_gather_objects(held_clock(), "clock")[0])
     model, _, notes = check_model(config, parts.tokenizer)
     lines = [f"note: {note}" for note in parts.notes]
     lines += [f"warning: {warning}" for warning in (*left_out(config), *parts.warnings, *notes)]
     memory = Memory(config, prompts=parts.prompts.longest, model=model)
     lines += memory.lower_episodes()
-    if os.environ.get("RANK", "0") == "0":
-        for line in lines:
-            say(line, sys.stdout)
+    for line in lines if ranks.is_main else ():
+        say(line, sys.stdout)
     refuse_full_disk(memory)
     memory.refuse_lack()
-    return parts, memory.config.rollout.max_concurrent_episodes
+    return replace(parts, episodes_at_once=memory.config.rollout.max_concurrent_episodes)
 
 
 def main(config: Config, *, measures: bool = False) -> int:

@@ -21,7 +21,6 @@ from pipeline.environments.task_sets import TaskSets, stages_of, tasks_of_run, t
 from pipeline.evaluation.baselines import check_baselines
 from pipeline.models.chat.template import Chat, load_chat
 from pipeline.models.loading import load_tokenizer, tokenizer_settings
-from pipeline.preflight.made_of import made_of
 from pipeline.rollout.limits import (
     Prompts,
     check_limits,
@@ -48,9 +47,9 @@ class Parts:
     rewards: RewardFunctions | None
     served: list[str]  # domains whose customers a language model plays
     about: dict[str, Mapping[str, Any]]  # facts of domains about themselves
-    made_of: dict[str, str]  # SHA-256 of tasks, demonstrations and modules, by name
     notes: list[str]  # facts about the tasks and rewards that a user should know
     warnings: list[str]  # warnings about demonstrations, prompts and limits
+    episodes_at_once: int  # that a rank plays
 
     @property
     def train(self) -> dict[str, Sequence[Task]]:
@@ -83,31 +82,33 @@ def prepare(config: Config, with_tiny_tokenizer: bool = False, clock: str | None
     With `with_tiny_tokenizer`, the tiny model's tokenizer replaces the recipe's tokenizer. `clock`
     is for the chat template of a new run (default: the present time).
     """
-    if config.run.push_to_hub and config.grpo.use_grpo:
-        check_upload(str(config.run.hub_model_id))
     resumed = resumable(config)
     checkpoint = next((path for path in resumed if not problem(path)), None)
+    if config.run.push_to_hub and config.grpo.use_grpo:
+        check_upload(str(config.run.hub_model_id))
+    rewards = load_reward_functions(config)
     domains = load_domains(config)
     demonstrations = warm_start_demonstrations(config, domains)
-    if with_tiny_tokenizer:
-        tokenizer = load_tokenizer(ModelSettings(), domains.values())
-    else:
+    words = domains.values()
+    settings = ModelSettings()
+    if not with_tiny_tokenizer:
         words = with_words(domains, demonstrations)
-        tokenizer = load_tokenizer(tokenizer_settings(config, checkpoint), words)
+        settings = tokenizer_settings(config, checkpoint)
+    tokenizer = load_tokenizer(settings, words)
     chat = load_chat(config.model, tokenizer, domains, checkpoint, clock)
-    rewards = load_reward_functions(config)
     tasks = tasks_of_run(config, domains, callables_of(rewards), long_prompts(config, chat))
+    stages = stages_of(config, tasks)
     held_out = {name: sets.held_out for name, sets in tasks.items()}
     served, notes = check_scenarios(config, domains, held_out)
-    notes += [note for sets in tasks.values() for note in sets.notes]
-    notes += check_reward_functions(rewards, config, domains, tasks)
     check_baselines(domains, held_out)
-    about = {name: facts for name, of in domains.items() if of.about and (facts := of.about())}
-    notes += [*map(_in_words, about.items()), *chat.notes]
-    notes += long_results(config.rollout, chat, tasks)
     warnings, low = [], []
     if not resumed:
         warnings, low = check_demonstrations(config, domains, demonstrations, chat, held_out)
+    notes += [note for sets in tasks.values() for note in sets.notes]
+    notes += check_reward_functions(rewards, config, domains, tasks)
+    about = {name: facts for name, of in domains.items() if of.about and (facts := of.about())}
+    notes += [*map(_in_words, about.items()), *chat.notes]
+    notes += long_results(config.rollout, chat, tasks)
     prompts = measure_prompts(config.rollout, chat, domains, tasks)
     warnings += prompts.warnings
     warnings += check_limits(config.rollout, [*low, *prompts.too_long], prompts.longest_of_all)
@@ -115,16 +116,16 @@ def prepare(config: Config, with_tiny_tokenizer: bool = False, clock: str | None
         domains=domains,
         demonstrations=demonstrations,
         tasks=tasks,
-        stages=stages_of(config, tasks),
+        stages=stages,
         tokenizer=tokenizer,
         chat=chat,
         prompts=prompts,
         rewards=rewards,
         served=served,
         about=about,
-        made_of=made_of(config, tasks, tokenizer),
         notes=notes,
         warnings=warnings,
+        episodes_at_once=config.rollout.max_concurrent_episodes,
     )
 
 

@@ -21,11 +21,13 @@ from common import ready
 from turns import Gate, Work, script_of, siblings, without_users
 
 from pipeline import train
+from pipeline.checkpoints.resume import share_folder
 from pipeline.config.cli import parse
 from pipeline.data.curriculum import tasks_of_step
 from pipeline.distributed import ranks as collectives
 from pipeline.distributed.connect import connect
 from pipeline.distributed.watchdog import Watchdog
+from pipeline.preflight.check import check_and_prepare
 from pipeline.rollout.trajectory import EpisodeRecord, Trajectory
 from pipeline.run_state import Run, open_run
 from pipeline.training.collect import RolloutBatch, collect_rollouts, give_advantages
@@ -74,7 +76,10 @@ def main(work: Work, gate: Gate) -> None:
     accelerator, ranks = connect(config)
     if work.kind == "block" and ranks.num_ranks == 1:  # one rank's share of a step
         ranks.shard = lambda count: range(work.rank, count, work.of)  # type: ignore[method-assign]
-    run = open_run(config, accelerator, ranks, Watchdog(ranks, config.run.timeout))
+    folder = share_folder(config, ranks)
+    parts = check_and_prepare(config, ranks)
+    watchdog = Watchdog(ranks, config.run.timeout)
+    run = open_run(config, folder, parts, accelerator, ranks, watchdog)
     if work.forced or (work.kind != "block" and not config.data.reward_funcs):
         run.parts = without_users(run.parts)
     if work.forced:

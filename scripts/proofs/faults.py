@@ -216,7 +216,9 @@ def faulty(kind: str, phase: str, rank: int, note: Path) -> Callable[..., Run]:
             note.write_text(str(time.time()), encoding="utf-8")
         return is_first
 
-    def opened(config: Any, accelerator: Any, ranks: Any, watchdog: Any) -> Run:
+    def opened(
+        config: Any, folder: Any, parts: Any, accelerator: Any, ranks: Any, watchdog: Any
+    ) -> Run:
         told = ranks.on_phase
 
         def on_phase() -> None:
@@ -227,7 +229,7 @@ def faulty(kind: str, phase: str, rank: int, note: Path) -> Callable[..., Run]:
         ranks.on_phase = on_phase
         if phase == "start" and once():
             fault(kind)
-        return open_run(config, accelerator, ranks, watchdog)
+        return open_run(config, folder, parts, accelerator, ranks, watchdog)
 
     def begin_grpo(run: Run) -> Any:
         meter = begin(run)

@@ -57,7 +57,7 @@ def _opened_where(differing: str, rank: int, patched: pytest.MonkeyPatch) -> str
         late = {"module my_tools": has if differing == "module" else "same"}
         patched.setattr(resume, "hashes_of_late_modules", lambda names: dict(late))
         patched.setattr(resume, "hash_of_stops", lambda *_: "same")
-        resume.hashes_with_model(config, model, None, [], ranks, is_new=True)
+        resume.agree_on_model(config, model, None, [], ranks, is_new=True)
     except UserError as error:
         return str(error)
     return "opened"

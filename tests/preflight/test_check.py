@@ -16,7 +16,7 @@ from pipeline.preflight import check
 from pipeline.preflight.check import check_and_prepare
 from pipeline.preflight.parts import prepare
 from tests.support import ROOT
-from tests.support.helpers import tokenizer
+from tests.support.helpers import ALONE, tokenizer
 from tests.support.messages import refusal, says
 
 pytestmark = pytest.mark.whole_run
@@ -84,7 +84,7 @@ def test_every_other_shipped_recipe_passes_the_check(path, capsys):
 
 def test_an_environment_that_the_run_does_not_serve_is_told(capsys):
     data = {"environments": {"bank": "my_pkg.bank:Bank"}, "domains": ["airline", "retail"]}
-    check_and_prepare(config(data=data))
+    check_and_prepare(config(data=data), ALONE)
     assert capsys.readouterr().out == (
         "warning: environments: bank is not used; add bank to domains airline,retail\n"
     )
@@ -182,14 +182,14 @@ def test_a_run_on_a_checkpoint_of_adapters_is_checked(tmp_path):
     path = str(save(tmp_path, "stage-1-airline", adapters, tokenizer(), TrainState().state_dict()))
     plain, own = (config(model={"model": model}) for model in (name, path))
     assert Memory(own).terms() == Memory(plain).terms() == Memory(config()).terms()
-    assert check_and_prepare(own)[0].tokenizer.chat_template == tokenizer().chat_template
+    assert check_and_prepare(own, ALONE).tokenizer.chat_template == tokenizer().chat_template
     further = {"model": path, "use_peft": True}
     assert "LoRA adapters, twice" in terms(model=further, warm_start={"steps": 0})
 
 
 def test_wrong_targets_of_adapters_are_refused_before_anything_runs():
     model = {"use_peft": True, "lora_target_modules": ["q_proj", "w_proj"]}
-    message = refusal(check_and_prepare, config(model=model))
+    message = refusal(check_and_prepare, config(model=model), ALONE)
     says(message, "lora_target_modules: got 'w_proj'", "give linear layers", "q_proj")
 
 
@@ -215,10 +215,10 @@ def test_as_many_episodes_play_at_once_as_fit(monkeypatch, capsys):
     large = large.changed("grpo", use_grpo=False).changed("evaluation", eval_trials=8)
     need = Memory(large).need()  # 3 domains x 6 tasks x 8 trials are more than 100 episodes
     monkeypatch.setattr("pipeline.models.memory.memory_of_a_rank", lambda _: need)
-    assert check_and_prepare(large)[1] == 100
+    assert check_and_prepare(large, ALONE).episodes_at_once == 100
     enough = Memory(large.changed("rollout", max_concurrent_episodes=40)).need()
     monkeypatch.setattr("pipeline.models.memory.memory_of_a_rank", lambda _: enough)
-    assert check_and_prepare(large)[1] == 40
+    assert check_and_prepare(large, ALONE).episodes_at_once == 40
     said = capsys.readouterr().out  # with a note on the tasks of so small a run
     assert said.count("at once") == 1
     assert said.endswith("note: 40 of 100 episodes at once, as many as fit into memory\n")

@@ -15,6 +15,7 @@ import torch
 from pipeline.config.domain_names import EMBEDDED_DOMAINS
 from pipeline.config.settings import Config
 from pipeline.data.tasks import Message, Task
+from pipeline.distributed.ranks import Ranks
 from pipeline.environments import Domain, load_domains
 from pipeline.models.chat.template import Chat
 from pipeline.models.sampling_copy import Weights
@@ -29,6 +30,7 @@ DOMAINS = {  # the embedded domains and the example
     **EMBEDDED_DOMAINS,
     "telecom_chat": "examples.telecom_chat:TelecomChatEnvironment",
 }
+ALONE = Ranks(0, 1, 5)
 
 
 def module_of(domain: str) -> Any:
@@ -206,11 +208,16 @@ class ScriptedSampler:
 
 def start_unwatched(config: Any, **hooks: Any) -> "Run":
     """A run on this rank as `pipeline.train.main` starts it, without its watchdog's thread."""
+    from pipeline.checkpoints.resume import share_folder
     from pipeline.distributed.connect import connect
     from pipeline.distributed.watchdog import Watchdog
     from pipeline.models.fitting import fitted
+    from pipeline.preflight.check import check_and_prepare
     from pipeline.run_state import open_run
 
     config, _ = fitted(config)
     accelerator, ranks = connect(config)
-    return open_run(config, accelerator, ranks, Watchdog(ranks, config.run.timeout), **hooks)
+    folder = share_folder(config, ranks)
+    parts = check_and_prepare(config, ranks)
+    watchdog = Watchdog(ranks, config.run.timeout)
+    return open_run(config, folder, parts, accelerator, ranks, watchdog, **hooks)

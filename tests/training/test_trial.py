@@ -1,5 +1,7 @@
 """Before anything is trained, a run shows that what it samples is what it trains."""
 
+from functools import partial
+
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -9,7 +11,7 @@ from pipeline.config.cli import parse
 from pipeline.models.model_checks import check_positions
 from pipeline.preflight import check
 from pipeline.rollout.samplers import own as row_cache
-from tests.support.helpers import tokenizer
+from tests.support.helpers import ALONE, tokenizer
 from tests.support.messages import says
 from tests.support.trial import trial
 
@@ -113,7 +115,7 @@ def test_a_model_whose_attention_looks_back_by_its_own_count_is_refused():
 def test_learned_positions_that_do_not_suffice_are_refused_before_anything_runs(tmp_path):
     folder = saved(tmp_path, model_of("gpt2", n_positions=48))
     config = parse(["--model", folder, *FEW, "--max-tokens", "256", "--warm-start-steps", "0"])
-    for refuse in (check.main, check.check_and_prepare):
+    for refuse in (check.main, partial(check.check_and_prepare, ranks=ALONE)):
         with pytest.raises(UserError) as error:
             refuse(config)
         says(str(error.value), "max_tokens: got 256", "48 tokens", "lower max_tokens")
@@ -142,7 +144,7 @@ def test_check_and_a_run_tell_what_the_trial_found(tmp_path, capsys, monkeypatch
     config = parse(["--model", folder, *FEW])
     assert check.main(config) == 0
     assert "\nmodel: max_tokens is 256, and the model was made for 32" in capsys.readouterr().out
-    check.check_and_prepare(config)
+    check.check_and_prepare(config, ALONE)
     assert capsys.readouterr().out.startswith("warning: max_tokens is 256, and the model was")
 
 
