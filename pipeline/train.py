@@ -159,7 +159,6 @@ def make_updater(run: Run) -> Updater:
     updater = Updater(
         run.accelerator, module, run.ranks, config, reference=reference, pad_id=pad_id
     )
-    updater.warm_up()
     updater.faults_folder = run.folder / "faults"
     if resumed is not None:
         load_optimizer(resumed, updater.optimizer)

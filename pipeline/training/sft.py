@@ -98,7 +98,6 @@ def fine_tune(
     module.eval()  # without dropout
     options: dict[str, Any] = {"decays_vectors": False, "loss": supervised_loss}
     updater = Updater(accelerator, module, ranks, config, **options)
-    updater.warm_up()
     if losses:
         assert resumed is not None, "the moments are in a checkpoint"
         load_optimizer(resumed, updater.optimizer)

@@ -93,7 +93,7 @@ class Updater:
 
     `accelerator` prepares `module` for training. `reference`, a Reference of `module`, is
     required if `grpo.beta` is above 0. `loss` has the signature of `grpo_loss`. Weight decay leaves
-    out norms and biases unless `decays_vectors`. With several ranks, `warm_up` comes first.
+    out norms and biases unless `decays_vectors`. Every rank must make its Updater.
     """
 
     def __init__(
@@ -150,16 +150,15 @@ class Updater:
         self._nothing = empty_batch(pad_id)
         if self.sharded is None:
             self.gradient_all_reduce = sum_gradients(accelerator.prepare(GradientAllReduce(module)))
+            self._form_buckets()
 
-    def warm_up(self) -> None:
-        """Let DDP form its buckets; every rank must call this before the first update.
+    def _form_buckets(self) -> None:
+        """Let DDP form its buckets.
 
         DDP changes its buckets, and so the order of its sums, after the first all-reduce. After
         these extra all-reduces, a resumed run and an uninterrupted run sum in the same order, and
         each gradient is a part of a bucket.
         """
-        if self.sharded is not None:
-            return
         for _ in range(2):
             self.optimizer.zero_grad()
             self._all_reduce_gradients()

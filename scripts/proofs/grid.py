@@ -238,7 +238,6 @@ def update(cell: Cell, accelerator: Any, ranks: Ranks) -> Outcome:
     with torch.no_grad():  # a pass that leaves no trace in the update
         module(empty_batch(0))
     updater = _CutUpdater(accelerator, module, ranks, config)
-    updater.warm_up()
     updater.cell = cell
     updater.reference = Reference(module)
     other = TokenLogprobs(model_of(cell, seed=1), 1.0)

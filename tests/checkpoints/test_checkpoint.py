@@ -106,7 +106,6 @@ def update(folder, shard, resume):
         model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     ranks = Ranks(rank, num_ranks, 60)
     updater = Updater(accelerator, TokenLogprobs(model, 1.0), ranks, config)
-    updater.warm_up()
     if resume:
         load_optimizer(path, updater.optimizer)
     rows, advantages = make_episodes(12)

@@ -74,7 +74,6 @@ def go_on(folder, shard, adapters, num_updates=2):
         sharded = shard_model(model, outer_layers(model), None, reshards=True)
     config = Config(grpo={"shard": shard})
     updater = Updater(accelerator, TokenLogprobs(model, 1.0, sharded=sharded), ranks, config)
-    updater.warm_up()
     state = TrainState()
     if path is not None:
         state.load_state_dict(read_state(path))

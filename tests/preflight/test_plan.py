@@ -144,7 +144,6 @@ def hold(way, make):
         setattr(dist, name, exchange)
     module = TokenLogprobs(model, 1.0, sharded=sharded)
     updater = Updater(accelerator, module, ranks, Config(grpo={"shard": shard}))
-    updater.warm_up()
     held = {}
 
     def count(*_):

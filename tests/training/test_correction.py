@@ -64,7 +64,6 @@ def updated(options, dtype=torch.float64, num_steps=1):
     module = TokenLogprobs(models[0], 1.0)
     reference = Reference(TokenLogprobs(models[1], 1.0)) if config.grpo.beta > 0 else None
     updater = Updater(accelerator, module, ranks, config, reference=reference)
-    updater.warm_up()
     rows, advantages = episodes()
     shares = [range(3), range(3, 4)] if config.grpo.balance_ranks else [range(4), range(0)]
     shares = [range(0, 4, 2), range(1, 4, 2)] if config.run.deterministic else shares

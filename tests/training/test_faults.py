@@ -71,7 +71,6 @@ def updater_of(module, budget=BUDGET, run=None, **grpo) -> Updater:
         {"grpo": settings, "rollout": {"num_generations": 4}, "run": run or {}}
     )
     updater = Updater(accelerator, module, ranks, config)
-    updater.warm_up()
     return updater
 
 

@@ -41,7 +41,6 @@ def lopsided(balance_ranks):
     ranks = Ranks(accelerator.process_index, accelerator.num_processes, 60)
     config = Config.model_validate({"grpo": {"balance_ranks": balance_ranks}})
     updater = Updater(accelerator, TokenLogprobs(model, 1.0), ranks, config)
-    updater.warm_up()
     rows, advantages = make_episodes(32)
     mine = slice(24 * ranks.rank, 24 + 8 * ranks.rank if ranks.num_ranks > 1 else 32)
     statistics = updater.update_policy(rows[mine], advantages[mine], 1e-3)

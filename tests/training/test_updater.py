@@ -91,7 +91,6 @@ def crowded(num_episodes):
     ranks = Ranks(accelerator.process_index, accelerator.num_processes, 60)
     config = config_of(max_tokens_per_microbatch=90, balance_ranks=False)
     updater = Updater(accelerator, module, ranks, config)
-    updater.warm_up()
     rows, advantages = make_episodes(num_episodes + 8)
     mine = slice(8, None) if is_last else slice(0, 8)
     for _ in range(2):
