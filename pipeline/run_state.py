@@ -297,12 +297,12 @@ def agree_on_origin(
     watchdog.can_resume = resumed is not None
     watchdog.not_for_children += [files.lock] if files else []
     saved_state, model = load_start(config, parts.tokenizer, resumed, accelerator.device)
+    state = TrainState()
+    state.load_state_dict(saved_state)
     earlier = saved_state or origin_of_model(config)
     late = [n for n in earlier.get("made_of", {}) if n.startswith(MODULE) and n not in hashes]
     hashes |= agree_on_model(config, model, parts.chat, late, ranks, is_new=resumed is None)
     enter_ends(model, parts.chat)
-    state = TrainState()
-    state.load_state_dict(saved_state)
     stages = one_after_another(parts.stages, state.ended_early)
     name = (resumed or Path(config.model.model)).name
     notes = refuse_other_origin(earlier, hashes, name, config.run.override, about)

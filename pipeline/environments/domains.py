@@ -29,7 +29,7 @@ from pipeline.common.console import user_module
 from pipeline.common.errors import UserError
 from pipeline.common.untrusted import is_plain, one_line, shown
 from pipeline.config.domain_names import domains_of_user, known_domains, package_of
-from pipeline.config.settings import Config
+from pipeline.config.settings import Config, EnvironmentFactory
 from pipeline.data.curriculum import TINY
 from pipeline.data.rows import row_problem
 from pipeline.data.tasks import Message, Task
@@ -75,6 +75,8 @@ class Domain:
     baselines: Baselines | None = None
     about: Callable[[], Mapping[str, Any]] | None = None  # returns facts as JSON values
     family_shares: Mapping[str, float] = field(default_factory=dict, hash=False)
+    module: str = ""  # that the settings name
+    is_own: bool = False  # of the user, not of this package
 
     @property
     def own_reward(self) -> str:
@@ -136,7 +138,16 @@ class Domain:
 
 def load_domains(config: Config) -> dict[str, Domain]:
     """Return {name: domain} in the order of `data.domains`; raises UserError if a domain is bad."""
-    return {name: _load(name, config) for name in config.data.domains}
+    known = known_domains(config)
+    own = domains_of_user(config.data)
+    return {
+        name: replace(
+            _load(name, known[name], config),
+            module=known[name].factory.partition(":")[0],
+            is_own=name in own,
+        )
+        for name in config.data.domains
+    }
 
 
 def imported(where: str, target: str) -> tuple[Any, Any]:
@@ -154,8 +165,7 @@ def imported(where: str, target: str) -> tuple[Any, Any]:
         return module, getattr(module, attribute)
 
 
-def _load(name: str, config: Config) -> Domain:
-    setting = known_domains(config)[name]
+def _load(name: str, setting: EnvironmentFactory, config: Config) -> Domain:
     needs_reward = not config.data.reward_funcs
     package = package_of(name, setting.factory)
     origin = f" of the installed package {package}" if package else ""
@@ -313,36 +323,34 @@ def generated(
     `difficulty` takes the place of the setting's.
     """
     data = config.data
-    module = known_domains(config)[domain.name].factory.partition(":")[0]
     if domain.generate_tasks is None and domain.loop is not None:
         hint = f"give --tasks '{{{domain.name}: FILE}}', or generate_tasks beside the loop"
-        raise UserError(f"tasks of {domain.name}: none for its loop in {module}; {hint}")
+        raise UserError(f"tasks of {domain.name}: none for its loop in {domain.module}; {hint}")
     if domain.generate_tasks is None:
         return _self_sampled(domain.name, data.task_seed, count, split)
     level = difficulty or data.difficulty
     given = (data.task_seed, count, split, level)
     make = partial(domain.generate_tasks, data.task_seed, count, split, level)
     where = f"tasks of {domain.name}"
-    is_own = domain.name in domains_of_user(data)
-    call = f"{where}: {module}.generate_tasks{given}"
+    call = f"{where}: {domain.module}.generate_tasks{given}"
     with refused(f"{call} fails"):
         try:
             tasks = make()
         except ValueError as error:  # for example because fewer than `count` tasks exist
-            why = describe(error) if is_own else str(error)
+            why = describe(error) if domain.is_own else str(error)
             raise UserError(f"{where}: {one_line(why.removeprefix('ValueError: '))}") from None
     made = list.copy(tasks) if isinstance(tasks, list) else []  # a subclass may never end
     if not (made and all(isinstance(task, Task) for task in made)):
         raise UserError(f"{call} gave {shown(tasks)}; return a list of Task")
     if other := next((task.domain for task in made if task.domain != domain.name), None):
         raise UserError(f"{call} gave one of the domain {shown(other)}; return {where}")
-    if split == "validation" and is_own:
+    if split == "validation" and domain.is_own:
         with refused(f"{call} fails"):
             again = make()
         if not isinstance(again, list) or list.copy(again) != made:
             why = "gives other tasks when it is called again, so no run could be resumed"
             raise UserError(f"{call} {why}; draw from its arguments alone")
-    for task in made if is_own else ():
+    for task in made if domain.is_own else ():
         with refused(f"{call} gave the task {shown(task.id)}"):
             row = {**vars(task), "prompt": list(task.prompt)}
             if problem := row_problem(row, domain.name, has_columns=True):

@@ -8,7 +8,7 @@ from typing import Any
 
 from pipeline.common.errors import UserError
 from pipeline.common.untrusted import shown
-from pipeline.config.domain_names import domains_of_user, generated_domains
+from pipeline.config.domain_names import generated_domains
 from pipeline.config.settings import Config
 from pipeline.data.curriculum import Stage, TaskMixture, make_stages, mixtures, num_drawn
 from pipeline.data.datasets import has_split, open_tasks
@@ -318,7 +318,7 @@ def _open(
 
     Raises UserError for a faulty row, or if all prompts are long.
     """
-    has_columns = domain.name in domains_of_user(config.data) or bool(config.data.reward_funcs)
+    has_columns = domain.is_own or bool(config.data.reward_funcs)
     rows = open_tasks(domain.name, source, split, has_columns, setting)
     if is_long is None:
         return rows, []
@@ -364,7 +364,7 @@ def graded_and_mixed(config: Config, domain: Domain, sets: TaskSets) -> TaskSets
         return replace(sets, notes=notes)
     # A recipe's shares are of many generated tasks. Others may take their place.
     are_many = config.data.num_train_tasks >= FEW and name in generated_domains(config)
-    is_strict = name in asked and (name in domains_of_user(config.data) or are_many)
+    is_strict = name in asked and (domain.is_own or are_many)
     by_difficulty = graded or {"train": sets.train}
     mixed, mixing_notes = mixtures(name, by_difficulty, shares, is_strict, is_even)
     return replace(
