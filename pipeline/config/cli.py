@@ -1,6 +1,7 @@
 """Parses the command line. Each setting has one flag, which overrides the recipe."""
 
 import argparse
+import json
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -80,7 +81,7 @@ def flags_of(values: Mapping[str, Any]) -> list[str]:
     flags: list[str] = []
     for name, value in values.items():
         words = name.replace("_", "-")
-        switch = {"true": [f"--{words}"], "false": [f"--no-{words}"]}
+        switch = {"true": [f"--{words}"], "false": [f"--no-{words.removeprefix('use-')}"]}
         flags += switch.get(_text(value), [f"--{words}", _text(value)])
     return flags
 
@@ -156,8 +157,8 @@ def _text(value: Any) -> str:
     """Return a value as the flag of a setting takes it."""
     if isinstance(value, list):
         return ",".join(map(str, value)) or "none"
-    if value is None or isinstance(value, bool):
-        return {None: "null", True: "true", False: "false"}[value]
+    if value is None or isinstance(value, bool | dict):
+        return json.dumps(value, ensure_ascii=False)
     return str(value)
 
 

@@ -19,7 +19,6 @@ from pipeline.environments.language_models.language_model import LanguageModel, 
 from pipeline.evaluation.evaluate import (
     ATTEMPTS,
     commonest,
-    errors_of,
     evaluate,
     failed_trials,
     success,
@@ -155,7 +154,7 @@ def evaluate_agent(
     trials = [*records, *greedy]
     if failed := failed_trials(trials):
         count = f"{len(failed)} of {len(trials)} trials failed {ATTEMPTS} times"
-        return {"failed": ended or f"{count}{commonest(errors_of(failed))}"}, played
+        return {"failed": ended or f"{count}{commonest(failed)}"}, played
     if unscored := unscored_trials(trials):
         return {"failed": f"{len(unscored)} of {len(trials)} trials have no reward"}, played
     found = success(records, greedy, num_trials, config.evaluation.success_threshold)

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, mode
 from typing import Any
 
 import torch
@@ -38,7 +38,6 @@ from pipeline.training.micro_batches import make_micro_batches
 from pipeline.training.updater import Updater
 
 Success = dict[str, Any]  # success rates of a domain, family or branch in `results.json`
-Errors = list[tuple[str, str, str]]  # domain, task id and text of each environment error
 MOST_K = 4  # the largest k of pass^k, as in tau-bench
 ATTEMPTS = 3  # maximum number of attempts at a trial whose environment fails
 # Of the episodes that the KL probe keeps.
@@ -110,7 +109,7 @@ def refuse_failed_trials(records: Sequence[EpisodeRecord], when: str) -> None:
         raise RunError(
             f"{len(failed)} of {len(records)} trials {when} ended in environment errors in each "
             f"attempt (the first: {failed[0].domain}/{failed[0].task_id}), so nothing is scored"
-            f"{commonest(errors_of(failed))}; mend what failed and resume"
+            f"{commonest(failed)}; mend what failed and resume"
         )
     if unscored := unscored_trials(records):
         raise UserError(
@@ -338,17 +337,13 @@ class KLProbe:
 # Environment errors
 
 
-def errors_of(records: Iterable[EpisodeRecord]) -> Errors:
-    return [(r.domain, r.task_id, r.error) for r in failed_trials(records)]
-
-
-def commonest(errors: Errors) -> str:
-    """Return the commonest text among `errors` and the first task with this text, or ""."""
-    if not errors:
+def commonest(failed: Sequence[EpisodeRecord]) -> str:
+    """Return the commonest error of failed trials and the first task that had it, or ""."""
+    if not failed:
         return ""
-    ((text, _),) = Counter(text for _, _, text in errors).most_common(1)
-    domain, task_id, _ = next(error for error in errors if error[2] == text)
-    return f"; the commonest error, first of {domain}/{task_id}: {text}"
+    text = mode(record.error for record in failed)
+    first = next(record for record in failed if record.error == text)
+    return f"; the commonest error, first of {first.domain}/{first.task_id}: {text}"
 
 
 def error_counts(records: Iterable[EpisodeRecord]) -> dict[str, list[int]]:
@@ -374,8 +369,9 @@ def stop_on_errors(
     """
     for domain, (episodes, errors) in counts.items():
         if episodes >= 2 * limits.num_generations and errors > limits.max_error_rate * episodes:
-            gathered = ranks.all_gather_objects(errors_of(records), "environment errors")
-            which = commonest([error for error in chain(*gathered) if error[0] == domain])
+            mine = [r for r in failed_trials(records) if r.domain == domain]
+            gathered = ranks.all_gather_objects(mine, "environment errors")
+            which = commonest([*chain(*gathered)])
             raise RunError(
                 f"rollout.max_error_rate: {errors} of {episodes} episodes of {domain} "
                 f"({100 * errors / episodes:.0f} %) ended in environment errors {when}{which}; "

@@ -9,7 +9,6 @@ import gzip
 import json
 import platform
 import shlex
-from collections.abc import Mapping
 from importlib.metadata import version
 from itertools import takewhile
 from pathlib import Path
@@ -19,10 +18,10 @@ from huggingface_hub import ModelCard, ModelCardData, hf_hub_download
 
 from pipeline.checkpoints.trained import RunCheckpoint
 from pipeline.common.hub import hub_reachable
-from pipeline.common.untrusted import masked, printable
-from pipeline.config.cli import flag
+from pipeline.common.untrusted import in_texts, masked, printable
+from pipeline.config.cli import flags_of
 from pipeline.config.domain_names import SINGLE_TURN, domains_of_user, known_domains
-from pipeline.config.recipe import SETTINGS, SHIPPED, load_recipe, recipe_in_words
+from pipeline.config.recipe import SETTINGS, SHIPPED, full_name, load_recipe, recipe_in_words
 from pipeline.config.settings import Config
 from pipeline.evaluation.transfer import summary
 from pipeline.models.model_files import HUB_ID
@@ -115,16 +114,10 @@ def model_card(
 def without_places(config: Config) -> Config:
     """Return the settings with the last part of each absolute path alone, and without secrets."""
 
-    def plain(value: Any) -> Any:
-        if isinstance(value, Mapping):
-            return {key: plain(item) for key, item in value.items()}
-        if isinstance(value, list):
-            return [plain(item) for item in value]
-        if isinstance(value, str):
-            return masked(Path(value).name if value.startswith("/") else value)
-        return value
+    def without_place(text: str) -> str:
+        return masked(Path(text).name if text.startswith("/") else text)
 
-    return Config.model_validate(plain(config.model_dump(mode="json")))
+    return Config.model_validate(in_texts(without_place, config.model_dump(mode="json")))
 
 
 def command_of(config: Config) -> str:
@@ -134,22 +127,14 @@ def command_of(config: Config) -> str:
     """
     is_shipped = (SHIPPED / f"{config.recipe}.yaml").is_file()
     recipe = config.recipe if is_shipped else "three_domain_tiny"
-    words = ["three-domain-grpo", "train", "--config", recipe]
     old, new = (of.model_dump(mode="json") for of in (load_recipe(recipe), config))
-    for section, name in SETTINGS:
-        value = new[section][name]
-        if section == "tracking" or name in ELSEWHERE or value == old[section][name]:
-            continue
-        option = flag(section, name)
-        if isinstance(value, bool):
-            plain = option.removeprefix("--").removeprefix("use-")
-            words.append(option if value else f"--no-{plain}")
-        elif isinstance(value, list):
-            words += [option, ",".join(map(str, value)) or "none"]
-        else:
-            text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-            words += [option, text]
-    return shlex.join(words)
+    changed = {
+        full_name(section, name): new[section][name]
+        for section, name in SETTINGS
+        if section != "tracking" and name not in ELSEWHERE
+        if new[section][name] != old[section][name]
+    }
+    return shlex.join(["three-domain-grpo", "train", "--config", recipe, *flags_of(changed)])
 
 
 def hub_id_of(model: str) -> str | None:

@@ -10,11 +10,9 @@ import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from netrc import NetrcParseError, netrc
 from pathlib import Path
 from threading import Thread
 from typing import Any
-from urllib.parse import urlsplit
 
 from pipeline.common.console import may_fail, say
 from pipeline.common.errors import UserError
@@ -177,14 +175,11 @@ def _start(folder: Path, config: Config) -> Any:
 
 def is_wanted() -> bool:
     """Return whether W&B's variables hold a key or a mode, or `wandb login` has stored a key."""
+    from requests.utils import get_netrc_auth  # W&B's own way to a stored key
+
     names = ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE", "WANDB_MODE")
-    if any(map(os.environ.get, names)):
-        return True
-    host = urlsplit(os.environ.get("WANDB_BASE_URL") or "https://api.wandb.ai").hostname
-    try:
-        return netrc(os.environ.get("NETRC")).authenticators(host or "") is not None
-    except (OSError, NetrcParseError):
-        return False
+    server = os.environ.get("WANDB_BASE_URL") or "https://api.wandb.ai"
+    return any(map(os.environ.get, names)) or get_netrc_auth(server) is not None
 
 
 def send_results(run: Any, folder: Path) -> None:
