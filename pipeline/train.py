@@ -218,7 +218,7 @@ def profiled(run: Run, step: int) -> AbstractContextManager[None]:
     """Return a context manager that profiles the step if the setting `profile` lists it."""
     device = run.accelerator.device
     folder = run.folder / "profile"
-    return step_metrics.profiled(step, run.config.run.profile, folder, run.ranks, device)
+    return step_metrics.step_profile(step, run.config.run.profile, folder, run.ranks, device)
 
 
 def collect(run: Run, stage: Stage, step: int) -> RolloutBatch:

@@ -195,7 +195,7 @@ def load_start(
     if is_adapter and config.model.use_peft:  # else a warm start's adapters are merged
         lora.check_settings(path, config.model)
         # The path in the adapters may be of a folder from which the project was moved.
-        folder = config.model.model if has_own_base(config.model) else lora.base_of(path)
+        folder = config.model.model if has_own_base(config.model) else lora.base_named_in(path)
     return state, load_folder(folder, config.model, at, dtype)
 
 

@@ -58,8 +58,8 @@ def unserved(config: Any, max_tokens: int = 0) -> str | None:
 def padded(sequences: Sequence[list[int]]) -> tuple[torch.Tensor, torch.Tensor]:
     """Return token ids padded on the left, and a mask that is 1 at real tokens; both are [B, T]."""
     longest = max(map(len, sequences))
-    both = (sequences, [[1] * len(ids) for ids in sequences])
-    tokens, mask = ([[0] * (longest - len(row)) + row for row in rows] for rows in both)
+    tokens = [[0] * (longest - len(ids)) + ids for ids in sequences]
+    mask = [[0] * (longest - len(ids)) + [1] * len(ids) for ids in sequences]
     return torch.tensor(tokens), torch.tensor(mask)
 
 
@@ -69,8 +69,7 @@ def padding_is_harmless(model: Any) -> bool:
     device = next(model.parameters()).device
     logits = []
     short = [3, 1, 4, 1, 5]
-    long = [2, 7, 1, 8, 2, 8, 1, 8, 2, 8]
-    for batch in ([short], [long, short]):
+    for batch in ([short], [[2, 7, 1, 8, 2, 8, 1, 8, 2, 8], short]):
         tokens, mask = (x.to(device) for x in padded(batch))
         out = model.generate(
             tokens,
@@ -95,8 +94,9 @@ def widest(shape: Any, name: str) -> int:
 def idle_weights(model: Any) -> int:
     """Return how many weights of experts a token does not use; 0 without experts."""
     shape = model.config.get_text_config()
-    names = ("num_local_experts", "num_experts", "n_routed_experts")
-    experts = max(widest(shape, name) for name in names)
+    experts = max(
+        widest(shape, name) for name in ("num_local_experts", "num_experts", "n_routed_experts")
+    )
     used = widest(shape, "num_experts_per_tok")
     size = sum(p.numel() for name, p in model.named_parameters() if ".experts." in name)
     return size * (experts - used) // experts if used else 0

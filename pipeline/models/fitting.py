@@ -44,13 +44,13 @@ def suitable_rates(config: Config, num_weights: int) -> tuple[Rates, str]:
     """Return the learning rates that suit a model, and what they suit in words."""
     if is_toy(config.model.model):
         return TOY, "a tiny model"
-    size = f"{num_weights / 1e6:,.0f} M weights"
     small, large = (LORA_SMALL, LORA) if config.model.use_peft else (FULL_SMALL, FULL)
     how = "LoRA on" if config.model.use_peft else "full fine-tuning of"
     part = math.log(max(num_weights, SMALL) / SMALL) / math.log(LARGE / SMALL)
-    pairs = zip(small, large, strict=True)
-    rates = (float(f"{a * (b / a) ** min(part, 1.0):.1e}") for a, b in pairs)
-    return Rates(*rates), f"{how} {size}"
+    rates = (
+        float(f"{a * (b / a) ** min(part, 1.0):.1e}") for a, b in zip(small, large, strict=True)
+    )
+    return Rates(*rates), f"{how} {num_weights / 1e6:,.0f} M weights"
 
 
 def fitted(config: Config) -> tuple[Config, list[str]]:
@@ -62,32 +62,32 @@ def fitted(config: Config) -> tuple[Config, list[str]]:
     num_weights = 0 if toy else int(empty_model(config).num_parameters())
     rates, what = suitable_rates(config, num_weights)
     lines = list[str]()
-    is_open = config.model.mixed_precision == "auto"
-    if is_open and not toy and not on_gpu() and cpu_multiplies_bf16():
+    is_auto = config.model.mixed_precision == "auto"
+    if is_auto and not toy and not on_gpu() and cpu_multiplies_bf16():
         config = config.changed("model", mixed_precision="bf16")
         lines.append("precision: bf16, which this CPU multiplies; --mixed-precision no is fp32")
-    trains = config.grpo.use_grpo
-    warms_up = trains and config.warm_start.steps > 0
-    tunes = trains and config.rft.rft_rounds > 0
     settings = (
-        ("learning_rate", "grpo", rates.grpo, trains),
-        ("warm_start.learning_rate", "warm_start", rates.warm_start, warms_up),
-        ("rft_learning_rate", "rft", rates.rft, tunes),
+        ("learning_rate", "grpo", rates.grpo, True),
+        ("warm_start.learning_rate", "warm_start", rates.warm_start, config.warm_start.steps > 0),
+        ("rft_learning_rate", "rft", rates.rft, config.rft.rft_rounds > 0),
     )
     warnings = list[str]()
-    for label, section, suits, is_used in settings:
+    for label, section, suits, is_wanted in settings:
         name = label.removeprefix("warm_start.")
         rate = getattr(getattr(config, section), name)
         config = config.changed(section, **{name: rate or suits})
-        source = f"suits {what}" if rate is None else "given by the recipe or a flag"
-        if is_used:
-            lines.append(f"{label}: {rate or suits:g} ({source})")
-        if is_used and rate is not None and rate > FAR * suits:
+        if not config.grpo.use_grpo or not is_wanted:
+            continue
+        if rate is None:
+            lines.append(f"{label}: {suits:g} (suits {what})")
+            continue
+        lines.append(f"{label}: {rate:g} (given by the recipe or a flag)")
+        if rate > FAR * suits:
             warnings.append(
                 f"warning: {label} {rate:g} is {rate / suits:,.0f} times what suits {what} "
                 f"({suits:g}); a policy may break within a few steps"
             )
-        if is_used and rate is not None and rate < suits / FAR_BELOW:
+        if rate < suits / FAR_BELOW:
             warnings.append(
                 f"warning: {label} {rate:g} is 1/{suits / rate:,.0f} of what suits {what} "
                 f"({suits:g}); a policy may hardly change"

@@ -46,7 +46,6 @@ SPLITS = {  # names -> expressions, one after the other
     "deepseek-coder": _DEEPSEEK_CODER,
 }
 SPLIT_OF = {name: split for names, split in SPLITS.items() for name in names.split()}
-KEYS = ("model", "pre", "add_space_prefix")
 
 
 def set_split(tokenizer: Any, file: Path) -> None:
@@ -55,7 +54,7 @@ def set_split(tokenizer: Any, file: Path) -> None:
     Raises UserError for a byte-level tokenizer with the name of an unknown split, or without one.
     """
     read = import_module("gguf").GGUFReader(file).fields.get
-    fields = [read(f"tokenizer.ggml.{key}") for key in KEYS]
+    fields = [read(f"tokenizer.ggml.{key}") for key in ("model", "pre", "add_space_prefix")]
     kind, name, has_space = (field and field.contents() for field in fields)
     backend = tokenizer.backend_tokenizer
     if kind == "gpt2":

@@ -132,16 +132,15 @@ def load_folder(
     there are no safetensors files, or if weights are missing or have wrong shapes.
     """
     if lora.is_adapter(folder):
-        merged = lora.load_merged(load_folder(lora.base_of(folder), settings), folder)
+        merged = lora.load_merged(load_folder(lora.base_named_in(folder), settings), folder)
         lora.cast(merged, dtype)
         return merged
-    shape = _shape_of(str(folder), "model", settings)
     model, info = _from_files(
         _weights_inside,
         str(folder),
         "model",
         settings,
-        config=with_our_kernels(shape, settings),
+        config=with_our_kernels(_shape_of(str(folder), "model", settings), settings),
         dtype=dtype,
         attn_implementation=settings.attn_implementation,
         use_safetensors=True,
@@ -215,7 +214,7 @@ def empty_model(config: Config, tokenizer: Any = None) -> Any:
     if name == "tiny":
         with torch.device("meta"):
             return tiny_model(tokenizer or tiny_tokenizer(), 0, settings.attn_implementation)
-    base = lora.base_of(name) if lora.is_adapter(name) else name
+    base = lora.base_named_in(name) if lora.is_adapter(name) else name
     try:
         shape = _shape_of(base, "configuration", settings)
     except UserError:
@@ -228,8 +227,9 @@ def empty_model(config: Config, tokenizer: Any = None) -> Any:
         return AutoModelForCausalLM.from_config(shape, **options)
 
     with torch.device("meta"):
-        attention = settings.attn_implementation
-        return _from_files(make, base, "model", settings, attn_implementation=attention)
+        return _from_files(
+            make, base, "model", settings, attn_implementation=settings.attn_implementation
+        )
 
 
 def _shape_of(name: str, what: str, settings: ModelSettings) -> Any:

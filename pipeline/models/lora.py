@@ -98,8 +98,7 @@ def adapters_of(model: PeftModel) -> dict[str, torch.Tensor]:
     """Return the adapters as {name in `adapter_model.safetensors`: the model's own tensor}."""
     from peft import get_peft_model_state_dict
 
-    weights: dict[str, torch.Tensor] = get_peft_model_state_dict(model, save_embedding_layers=False)
-    return weights
+    return get_peft_model_state_dict(model, save_embedding_layers=False)
 
 
 def cast(model: Any, dtype: torch.dtype) -> None:
@@ -138,7 +137,7 @@ def is_adapter(folder: str | Path) -> bool:
     return (Path(folder) / ADAPTER_CONFIG).is_file()
 
 
-def base_of(folder: str | Path) -> str:
+def base_named_in(folder: str | Path) -> str:
     """Return the folder or hub id of the base model for a folder with adapters.
 
     A folder that lies beside `folder` and has the base model's name takes priority, because both
@@ -204,8 +203,8 @@ def load(model: PeftModel, folder: str | Path) -> None:
 
 def _have_shapes(model: PeftModel, saved: Mapping[str, torch.Tensor]) -> bool:
     """Return whether a model's adapters have the names and shapes of others."""
-    adapters = adapters_of(model)
-    return {n: w.shape for n, w in saved.items()} == {n: w.shape for n, w in adapters.items()}
+    wanted = {name: weight.shape for name, weight in adapters_of(model).items()}
+    return wanted == {name: weight.shape for name, weight in saved.items()}
 
 
 def check_settings(folder: Path, settings: ModelSettings) -> None:

@@ -48,13 +48,12 @@ class Memory:
     def __init__(
         self,
         config: Config,
-        tokenizer: Any = None,
         prompts: Mapping[str, int] | None = None,
         model: Any = None,
     ) -> None:
         """`prompts` has the tokens of each domain's longest prompt; `model` is the empty model."""
         self.config = config
-        self.model = empty_model(config, tokenizer) if model is None else model
+        self.model = empty_model(config) if model is None else model
         self.prompts = prompts or {}
         self.shape = self.model.config.get_text_config()
         self.dtype = dtype_of(config.model)
@@ -85,7 +84,10 @@ class Memory:
     @cached_property
     def have(self) -> float:
         """The bytes that a rank has here; if the GPUs are another machine's, of such a GPU."""
-        return ELSEWHERE if self._is_away else memory_of_a_rank(self.config)
+        if self._is_away:
+            return ELSEWHERE
+        num_ranks = os.environ.get("LOCAL_WORLD_SIZE", self.config.run.num_gpus or 1)
+        return memory_of_rank(int(num_ranks))
 
     def terms(self, config: Config | None = None) -> dict[str, float]:
         """Return {term: bytes}. After a rollout, the cache makes room for the activations."""
@@ -222,8 +224,7 @@ class Memory:
 
     def budget(self, config: Config) -> int:
         """Return the most tokens of a micro-batch of several episodes."""
-        memory = ELSEWHERE if self._is_away else memory_of_rank()
-        return token_budget(config, self.model, memory)
+        return token_budget(config, self.model, ELSEWHERE if self._is_away else memory_of_rank())
 
     def longest(self, config: Config) -> int:
         """Return the most tokens of an episode; with one message, these are prompt and turn."""
@@ -252,8 +253,3 @@ def num_trained(config: Config, model: Any) -> int:
         dtype = dtype_of(config.model)
         attached = lora.attach(model, config.model, config.model.model, config.run.seed, dtype)
     return sum(p.numel() for p in attached.parameters() if p.requires_grad)
-
-
-def memory_of_a_rank(config: Config) -> float:
-    """Return the bytes that a rank of this run has on this machine."""
-    return memory_of_rank(int(os.environ.get("LOCAL_WORLD_SIZE", config.run.num_gpus or 1)))

@@ -19,7 +19,7 @@ def check_model(config: Config, tokenizer: Any) -> tuple[Any, str | None, list[s
     name = config.model.model
     if lora.is_adapter(name):
         lora.read_adapters(name)
-        name = lora.base_of(name)
+        name = lora.base_named_in(name)
     model = empty_model(config, tokenizer)
     if config.grpo.gradient_checkpointing:
         recompute_layers(model)  # raises UserError for a model without layers

@@ -72,8 +72,8 @@ def memory_of_rank(num_ranks: int = RANKS_OF_A_MACHINE) -> float:
     `num_ranks` ranks share the main memory that the system, or a container's limit, allows.
     """
     if on_gpu():
-        devices = range(torch.cuda.device_count())
-        return float(min(torch.cuda.get_device_properties(i).total_memory for i in devices))
+        devices = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
+        return float(min(device.total_memory for device in devices))
     return float(main_memory()[0]) / num_ranks
 
 

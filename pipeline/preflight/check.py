@@ -21,7 +21,7 @@ from pipeline.models.loading import SHAPES
 from pipeline.models.memory import GIB, Memory
 from pipeline.models.model_checks import check_model
 from pipeline.preflight.parts import Parts, prepare
-from pipeline.rollout.samplers.choice import choose, refuse_missing
+from pipeline.rollout.samplers.choice import chosen_sampler, refuse_missing
 
 
 def check_and_prepare(config: Config, ranks: Ranks) -> Parts:
@@ -90,7 +90,7 @@ def main(config: Config, *, measures: bool = False) -> int:
 
 
 def _sampling(config: Config, why: str | None) -> str:
-    name, why_slow = choose(config.rollout.sampler, why)
+    name, why_slow = chosen_sampler(config.rollout.sampler, why)
     facts = SAMPLERS[name]
     is_missing = bool(facts.package) and find_spec(facts.package) is None
     return facts.in_words + f": {why_slow}" * bool(why_slow) + ", not installed here" * is_missing

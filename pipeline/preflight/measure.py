@@ -160,7 +160,7 @@ def why_not(memory: Memory) -> str:
     if not memory.is_here:
         return "the recipe is for another machine"
     name = memory.config.model.model
-    base = lora.base_of(name) if lora.is_adapter(name) else name
+    base = lora.base_named_in(name) if lora.is_adapter(name) else name
     files = (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME)
     is_cached = (isinstance(try_to_load_from_cache(base, file), str) for file in files)
     if base == "tiny" or os.path.isdir(base) or any(is_cached):

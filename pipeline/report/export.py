@@ -103,7 +103,7 @@ def base_of(checkpoint: RunCheckpoint) -> str:
     """Return the folder or hub id of the base model of LoRA adapters."""
     from pipeline.models import lora  # imports torch
 
-    return lora.base_of(checkpoint.path)
+    return lora.base_named_in(checkpoint.path)
 
 
 # The hub

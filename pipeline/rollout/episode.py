@@ -194,8 +194,8 @@ class Episode:
     def _refuse(self, why: str) -> StopReason | None:
         """Answer a malformed tool call."""
         self.trajectory.num_malformed_calls += 1
-        content = tools.error_result(f"malformed call: {why}")
-        self._add({"role": "tool", "name": "error", "content": content})
+        answer = tools.error_result(f"malformed call: {why}")
+        self._add({"role": "tool", "name": "error", "content": answer})
         too_many = self.trajectory.num_malformed_calls > self.shared.limits.max_malformed_calls
         return StopReason.MALFORMED_CALL if too_many else None
 
@@ -241,8 +241,9 @@ class Episode:
             self._add({"role": "user", "content": said})
             return None
         self._left_out = ""
-        keep = partial(setattr, self.environment, "final_message", message)
-        await self._call("final message", keep)
+        await self._call(
+            "final message", partial(setattr, self.environment, "final_message", message)
+        )
         return StopReason.COMPLETED
 
     def _add(self, *replies: Message) -> None:

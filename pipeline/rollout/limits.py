@@ -31,7 +31,7 @@ def long_prompts(config: Config, chat: Chat) -> IsLong | None:
 
 
 @dataclass(frozen=True)
-class TooLow:
+class TooLarge:
     """What does not fit into a rollout, and the least value of each limit that would hold it."""
 
     what: str
@@ -46,7 +46,7 @@ class Prompts:
     longest: dict[str, int]  # of the training tasks, by domain
     longest_of_all: dict[str, int]  # of all tasks, by domain
     unseen: dict[str, str]  # "all" or "a part", by the role whose messages prompts leave out
-    too_long: list[TooLow]
+    too_long: list[TooLarge]
     is_tiny: bool  # the template is the tiny model's, which reads a first line alone, as said
 
     @property
@@ -84,7 +84,7 @@ def measure_prompts(
                 where += f", {place}; --skip-long-tasks leaves such rows out"
             turn = limits.max_tokens_per_turn
             what = f"a prompt of {name} has {most} tokens and a turn may take {turn} ({where})"
-            prompts.too_long.append(TooLow(what, {"max_tokens": most + turn}, is_refused=True))
+            prompts.too_long.append(TooLarge(what, {"max_tokens": most + turn}, is_refused=True))
     return prompts
 
 
@@ -103,7 +103,7 @@ def long_results(
 
 
 def check_limits(
-    limits: RolloutSettings, found: Sequence[TooLow], prompts: Mapping[str, int]
+    limits: RolloutSettings, found: Sequence[TooLarge], prompts: Mapping[str, int]
 ) -> list[str]:
     """Return warnings about limits that are too low. Raises UserError if something is refused.
 

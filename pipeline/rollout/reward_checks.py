@@ -173,8 +173,7 @@ def _try(functions: Sequence[RewardFunction], domain: Domain, task: Task, config
             trajectory = Trajectory(domain=task.domain, task_id=task.id, messages=messages)
             try:
                 with RandomState(task):
-                    start = partial(started, domain.make, task.row())
-                    made = guarded("reset", seconds, start)
+                    made = guarded("reset", seconds, partial(started, domain.make, task.row()))
             except EnvironmentFault as fault:
                 raise UserError(
                     f"{domain.name}: reset failed on task {shown(task.id)}: "

@@ -126,11 +126,6 @@ class _Call:
         wait_s = None if self.fault is None else self.fault.wait_s
         return wait_s or 0.0
 
-    def note(self, fault: EnvironmentFault | None) -> None:
-        """Note how an attempt has ended."""
-        self.fault = fault
-        self.num_errors += not self.is_busy
-
     def may_pass(self) -> bool:
         """Return whether a call that has failed may be repeated.
 
@@ -255,11 +250,12 @@ class RewardFunctions:
 
     async def _attempt(self, call: _Call) -> None:
         """Make a call once, an async one beside others; set the call's `fault`."""
+        call.fault = None
         try:
             await self._score(call.function, call.group)
-            call.note(None)
         except EnvironmentFault as fault:
-            call.note(fault)
+            call.fault = fault
+            call.num_errors += not call.is_busy
 
     async def _score(self, function: RewardFunction, group: Sequence[Completion]) -> None:
         """Call one function for the completions of one task, and store the rewards."""
@@ -330,13 +326,12 @@ def _rewards(name: str, returned: Any, count: int) -> list[float | None]:
     Raises EnvironmentFault if `returned` is not a list of `count` numbers.
     """
     where = f"reward function {name} returned"
-    if not isinstance(returned, list) or len(returned) != count:
-        if isinstance(returned, list):
-            more = " or more" if len(returned) > count else ""
-            given = f"{len(returned)}{more} rewards"
-        else:
-            given = shown(returned)
-        raise EnvironmentFault(f"{where} {given}, not a list of {count} numbers")
+    wanted = f"not a list of {count} numbers"
+    if not isinstance(returned, list):
+        raise EnvironmentFault(f"{where} {shown(returned)}, {wanted}")
+    if len(returned) != count:
+        more = " or more" if len(returned) > count else ""
+        raise EnvironmentFault(f"{where} {len(returned)}{more} rewards, {wanted}")
     numbers = f"not numbers up to {MAX_REWARD:g}"
     why = ""
     try:

@@ -171,8 +171,9 @@ class Rollout:
             for episode in episodes
             if episode.trajectory.stop_reason is not StopReason.ENVIRONMENT_ERROR
         ]
-        made = [Completion(e.domain, e.task, e.environment, e.trajectory) for e in played]
-        await self.rewards.score(made, self.faults)
+        await self.rewards.score(
+            [Completion(e.domain, e.task, e.environment, e.trajectory) for e in played], self.faults
+        )
         for trajectory in (e.trajectory for e in played if e.trajectory.left_out == "reward"):
             self.faults.add(trajectory.domain, trajectory.task_id, "reward_funcs", trajectory.error)
         self.environment_s += time.perf_counter() - begun
@@ -271,11 +272,11 @@ class SamplerPolicy:
     def _sample(self, active: Sequence[Conversation]) -> dict[Conversation, Sampled]:
         """Return the messages that are complete."""
         if lacking := [c for c in active if c not in self._open]:
-            prompts = [c.trajectory.ids for c in lacking]
-            keys = [c.key for c in lacking]
-            drawn = [c.trajectory.num_sampled_tokens for c in lacking]
-            given = [drawn] if any(drawn) else []
-            handles = self.sampler.open(prompts, keys, *given)
+            handles = self.sampler.open(
+                [c.trajectory.ids for c in lacking],
+                [c.key for c in lacking],
+                [c.trajectory.num_sampled_tokens for c in lacking],
+            )
             self._open.update(zip(lacking, handles, strict=True))
         per_turn = self.limits.max_tokens_per_turn
         room = [min(per_turn, self.limits.max_tokens - c.trajectory.num_tokens) for c in active]
@@ -291,8 +292,9 @@ class SamplerPolicy:
         conversation with the same random numbers.
         """
         if number == 1:
-            most = self.limits.max_tokens
-            raise RuntimeError(f"out of memory in one episode; lower max_tokens, now {most}")
+            raise RuntimeError(
+                f"out of memory in one episode; lower max_tokens, now {self.limits.max_tokens}"
+            )
         self.max_episodes = number // 2
         say(
             f"warning: out of memory in a rollout with {number} episodes at once; going on with "

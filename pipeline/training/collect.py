@@ -87,7 +87,7 @@ def collect_rollouts(
         if not settings.dynamic_sampling:
             break
         rewards = torch.tensor([t.reward for t in rollouts], dtype=torch.float64)
-        found = zero_std_groups(rewards, size, ~left_out(rollouts))[::size].tolist()
+        found = zero_std_groups(rewards, size, ~is_left_out(rollouts))[::size].tolist()
         flags = dict(zip(mine, found, strict=True))
         sums = ranks.sum([float(flags.get(group, False)) for group in groups])
         zero_std += [flag > 0 for flag in sums]
@@ -99,7 +99,7 @@ def collect_rollouts(
             replaced, used, sources, seed, "replacements", stage.name, step, len(rounds)
         )
     group_of = [group for group in ranks.shard(len(tasks)) for _ in range(size)]
-    counted = in_baseline(left_out(trajectories), size).tolist()
+    counted = in_baseline(is_left_out(trajectories), size).tolist()
     return RolloutBatch(
         samples=[
             Sample(
@@ -139,7 +139,7 @@ def play_groups(
     return trajectories
 
 
-def left_out(trajectories: Sequence[Trajectory]) -> torch.Tensor:
+def is_left_out(trajectories: Sequence[Trajectory]) -> torch.Tensor:
     """Return True for each episode that training leaves out because the environment failed."""
     return torch.tensor([bool(t.left_out) for t in trajectories], dtype=torch.bool)
 
@@ -172,7 +172,7 @@ def give_advantages(batch: RolloutBatch, ranks: Ranks, config: Config) -> None:
         # The sum of sorted rewards has the same rounding errors for any number of ranks.
         everyone = sorted(kept_rewards(batch, ranks).values())
         batch_std = float(torch.tensor(everyone, dtype=torch.float64).std()) if everyone else 0.0
-    counted = in_baseline(left_out(batch.trajectories), size)
+    counted = in_baseline(is_left_out(batch.trajectories), size)
     advantages = group_advantages(rewards, size, settings.scale_rewards, batch_std, counted)
     kept = counted
     if settings.drop_zero_std_groups:

@@ -11,11 +11,11 @@ from pipeline.environments.demonstrations import Demonstration, Demonstrations
 from pipeline.environments.domains import Domain, generated
 from pipeline.environments.task_checks import try_expert
 from pipeline.models.chat.template import Chat
-from pipeline.rollout.limits import TooLow
+from pipeline.rollout.limits import TooLarge
 from pipeline.rollout.reward_checks import request_key
-from pipeline.training.sft import parts_of
+from pipeline.training.sft import tokens_of_messages
 
-NUM_TRIED = 100  # maximum number of a file's demonstrations that are checked before a run
+NUM_TRIED_OF_FILE = 100  # maximum number of a file's demonstrations that are checked before a run
 NUM_TRIED_BY_EXPERT = 8  # number of tasks of a domain that the expert must solve before a run
 
 
@@ -25,17 +25,17 @@ def check_demonstrations(
     demonstrations: Mapping[str, Demonstrations],
     chat: Chat,
     held_out: Mapping[str, Sequence[Task]] | None = None,
-) -> tuple[list[str], list[TooLow]]:
+) -> tuple[list[str], list[TooLarge]]:
     """Return warnings about the demonstrations of a warm start, and those beyond the limits.
 
-    Up to NUM_TRIED demonstrations of a domain's file are encoded. The expert of a domain without a
-    file must solve up to NUM_TRIED_BY_EXPERT tasks. Raises UserError if a demonstration is faulty,
-    or if a domain of the tiny model has no demonstrations.
+    Up to NUM_TRIED_OF_FILE demonstrations of a domain's file are encoded. The expert of a domain
+    without a file must solve up to NUM_TRIED_BY_EXPERT tasks. Raises UserError if a demonstration
+    is faulty, or if a domain of the tiny model has no demonstrations.
     """
     if not config.grpo.use_grpo or config.warm_start.steps == 0:
         return [], []
     notes = [*_without_demonstrations(config, domains, demonstrations)]
-    beyond = list[TooLow]()
+    beyond = list[TooLarge]()
     for name, source in demonstrations.items():
         tried = [*_tried(config, source)]
         notes += _other_tools(source.domain, tried)
@@ -65,11 +65,10 @@ def _tried(config: Config, source: Demonstrations) -> Iterator[Demonstration]:
     """Yield some of a domain's demonstrations; raises UserError if the expert fails on a task."""
     if source.file is not None:
         every = [*source]
-        yield from every[:: -(-len(every) // NUM_TRIED)]
+        yield from every[:: -(-len(every) // NUM_TRIED_OF_FILE)]
         return
     domain = source.domain
     count = source.count
-    threshold = config.evaluation.success_threshold
     limit = domain.max_tasks
     if limit is not None and count > limit:
         raise UserError(
@@ -79,10 +78,11 @@ def _tried(config: Config, source: Demonstrations) -> Iterator[Demonstration]:
     # If `max_tasks` is None, the check makes all tasks, to see whether the domain has enough.
     num_made = count if limit is None else min(count, NUM_TRIED_BY_EXPERT)
     tasks = generated(config, domain, num_made, "train")
-    tools = domain.tools
     for task in tasks[:: -(-len(tasks) // NUM_TRIED_BY_EXPERT)]:
-        messages = try_expert(domain, task, config.rollout.call_timeout, threshold)
-        yield Demonstration(f"the expert's task {shown(task.id)}", messages, tools)
+        messages = try_expert(
+            domain, task, config.rollout.call_timeout, config.evaluation.success_threshold
+        )
+        yield Demonstration(f"the expert's task {shown(task.id)}", messages, domain.tools)
 
 
 def _held_out_prompts(source: Demonstrations, held_out: Sequence[Task]) -> Iterator[str]:
@@ -114,27 +114,27 @@ def _other_tools(domain: Domain, tried: Sequence[Demonstration]) -> Iterator[str
 
 def _beyond_limits(
     limits: RolloutSettings, domain: Domain, chat: Chat, tried: Sequence[Demonstration]
-) -> Iterator[TooLow]:
+) -> Iterator[TooLarge]:
     """Yield what a rollout needs to hold the demonstrations; refused if a tenth do not fit."""
     needs = dict[str, int]()
     beyond = list[str]()  # where the demonstrations are that do not fit
     for one in tried:
-        sizes = _sizes(chat, one).items()
-        over = {name: number for name, number in sizes if number > getattr(limits, name)}
+        sizes = _sizes(chat, one)
+        over = {name: size for name, size in sizes.items() if size > getattr(limits, name)}
         needs |= {name: max(number, needs.get(name, 0)) for name, number in over.items()}
         if over:
             beyond.append(one.where)
     if beyond:
         of = f"{len(beyond)} of {len(tried)} tried demonstrations of {domain.name}"
         is_refused = 10 * len(beyond) > len(tried)
-        yield TooLow(f"{of} (such as {beyond[0]})", needs, is_refused)
+        yield TooLarge(f"{of} (such as {beyond[0]})", needs, is_refused)
 
 
 def _sizes(chat: Chat, demonstration: Demonstration) -> dict[str, int]:
     """Return the least value of each limit of a rollout that holds a demonstration."""
     where, messages, tools = demonstration
     try:
-        parts = parts_of(chat, messages, tools or [])
+        parts = tokens_of_messages(chat, messages, tools or [])
     except UserError as error:
         raise UserError(f"{where}: {error}") from None
     turns = [len(ids) for is_sampled, ids in parts if is_sampled]

@@ -27,7 +27,7 @@ from pipeline.training.updater import Updater
 PROBE = "The customer asks for a refund of the order, which was paid by card; the agent looks."
 
 
-class Probe:
+class WeightProbe:
     """Compares the sampler's log-probabilities of a text with training's after new weights.
 
     The median over the text's tokens counts, because rounding may change single tokens by more,
@@ -101,7 +101,7 @@ class Learner:
         self.model = model.to(accelerator.device)
         self.sharded: Sharded | None = None  # the model, once it is spread over the ranks
         self._make_sampler = make_sampler
-        self._probe = Probe(chat, dtype_of(config.model))
+        self._probe = WeightProbe(chat, dtype_of(config.model))
         self.sampling = SamplerPolicy(self._sampler(chat, ranks.is_main), chat, config.rollout)
         if not config.model.use_peft:
             self._shard()
@@ -127,14 +127,17 @@ class Learner:
             return
         # LoRA's frozen weights have the type in which the model computes, its adapters keep fp32.
         is_bf16 = uses_bf16(config.model) and not config.model.use_peft
-        compute = torch.bfloat16 if is_bf16 else None
-        reshards = config.grpo.reshard_after_forward
         if not (layers := outer_layers(self.model)):
-            name = type(self.model).__name__
             raise UserError(
-                f"shard: got full, but {name} has no layers to shard; set it to optimizer"
+                f"shard: got full, but {type(self.model).__name__} has no layers to shard; set it "
+                "to optimizer"
             )
-        self.sharded = shard_model(self.model, layers, compute, reshards=reshards)
+        self.sharded = shard_model(
+            self.model,
+            layers,
+            torch.bfloat16 if is_bf16 else None,
+            reshards=config.grpo.reshard_after_forward,
+        )
 
     def attach(self, base: str) -> None:
         """Add LoRA adapters to the model `base`, and end its sampler; see `renew_sampler`."""
@@ -174,32 +177,26 @@ class Learner:
     def sync_weights(self) -> None:
         """Give the sampler the model's weights; raises RunError if it then has other weights."""
         self.sampling.sampler.load_weights(trained_weights(self.model))
-        when = str(self._ranks.current)
-        self._probe.check(self.sampling.sampler, self._trained(1.0), self.accelerator, when)
+        self._probe.check(
+            self.sampling.sampler, self._trained(1.0), self.accelerator, str(self._ranks.current)
+        )
 
     def _trained(self, temperature: float) -> TokenLogprobs:
         module = self._modules.get(temperature)
         if module is None or module.model is not self.model:
             # The updater's module computes under autocast only.
-            limits = self._config.rollout
-            module = TokenLogprobs(
-                self.model, temperature, max_tokens=limits.max_tokens, sharded=self.sharded
-            ).eval()
-            self._modules[temperature] = module
+            module = self._modules[temperature] = self._module(temperature, trains_entropy=True)
         return module
 
     def module_to_train(self) -> TokenLogprobs:
         """Return the module that an Updater trains."""
-        config = self._config
-        if config.grpo.gradient_checkpointing:
+        grpo = self._config.grpo
+        if grpo.gradient_checkpointing:
             recompute_layers(self.model)
-        limits = config.rollout
-        trains_entropy = config.grpo.entropy_coef > 0
-        module = TokenLogprobs(
-            self.model,
-            limits.temperature,
-            trains_entropy,
-            limits.max_tokens,
-            sharded=self.sharded,
-        )
-        return module.eval()  # without dropout
+        return self._module(self._config.rollout.temperature, grpo.entropy_coef > 0)
+
+    def _module(self, temperature: float, trains_entropy: bool) -> TokenLogprobs:
+        max_tokens = self._config.rollout.max_tokens
+        return TokenLogprobs(
+            self.model, temperature, trains_entropy, max_tokens, sharded=self.sharded
+        ).eval()  # without dropout

@@ -41,8 +41,10 @@ def make_micro_batches(
     else:
         ordered = sorted(sampled, key=lambda item: -item[0].num_tokens)
         ends = cuts([item[0].num_tokens for item in ordered], max_tokens, padding_free)
-    bounds = pairwise([0, *ends])
-    return [micro_batch(ordered[a:b], pad_id, padding_free, share_prefixes) for a, b in bounds]
+    return [
+        micro_batch(ordered[first:end], pad_id, padding_free, share_prefixes)
+        for first, end in pairwise([0, *ends])
+    ]
 
 
 def cuts(lengths: Sequence[int], max_tokens: int, padding_free: bool) -> list[int]:
@@ -254,7 +256,9 @@ def rearranged(items: Sequence[Item], plan: Sequence[Sequence[int]], ranks: Rank
 
 def packed(items: Sequence[Item]) -> bytes:
     """Return the items as bytes for another rank; fields that only reports use are emptied."""
-    unused: dict[str, Any] = {"messages": [], "tools": {}, "reward_breakdown": {}, "difference": {}}
-    unused["further"] = []  # which are items of their own
+    unused: dict[str, Any] = {
+        **{"messages": [], "tools": {}, "reward_breakdown": {}, "difference": {}},
+        "further": [],  # which are items of their own
+    }
     rows = [(replace(trajectory, **unused), *numbers) for trajectory, *numbers in items]
     return pickle.dumps(rows) if rows else b""

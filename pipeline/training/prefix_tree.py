@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -85,8 +85,9 @@ def _tree(leaves: Sequence[tuple[int, list[int]]], num_tokens: int) -> PrefixTre
             keys += padded
             queries += padded[start:]
         blocks.append((len(block), longest - start, longest))
-    tensor = torch.tensor
-    return PrefixTree(tensor(keys), tensor(queries), tensor(outputs), tuple(blocks))
+    return PrefixTree(
+        torch.tensor(keys), torch.tensor(queries), torch.tensor(outputs), tuple(blocks)
+    )
 
 
 def follow_prefixes(model: Any, max_tokens: int = 0) -> bool:
@@ -139,8 +140,7 @@ def attend_to_tree(
     for (count, _, _), *block in zip(tree.blocks, *pieces, strict=True):
         q, k, v = (states.unflatten(0, (count, -1)).transpose(1, 2) for states in block)
         options = {"dropout_p": settings.get("dropout", 0.0), "scale": settings.get("scaling")}
-        output = _causal(q, k, v, **options)
-        outputs.append(output.transpose(1, 2).flatten(0, 1).flatten(1))
+        outputs.append(_causal(q, k, v, **options).transpose(1, 2).flatten(0, 1).flatten(1))
     row = embedding(tree.outputs, torch.cat(outputs))
     return row.view(1, len(row), query.shape[1], -1), None
 
@@ -157,17 +157,17 @@ def _causal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
     options["enable_gqa"] = q.shape[1] != k.shape[1]
     if q.is_cuda or num_queries in (num_keys, *range(CHUNK + 1)):
-        bias = causal_lower_right(num_queries, num_keys)
-        return scaled_dot_product_attention(q, k, v, bias, **options)
-    hidden = torch.full((CHUNK, num_keys), -math.inf, dtype=q.dtype)
-    mask = hidden.triu(num_keys - CHUNK + 1)
+        return scaled_dot_product_attention(
+            q, k, v, causal_lower_right(num_queries, num_keys), **options
+        )
+    mask = torch.full((CHUNK, num_keys), -math.inf, dtype=q.dtype).triu(num_keys - CHUNK + 1)
     outputs = list[torch.Tensor]()
     for chunk in q.split(CHUNK, 2):
         end = num_keys - num_queries + sum(x.shape[2] for x in outputs) + chunk.shape[2]
         part = mask[CHUNK - chunk.shape[2] :, num_keys - end :]
-        keys = k[:, :, :end]
-        values = v[:, :, :end]
-        outputs.append(scaled_dot_product_attention(chunk, keys, values, part, **options))
+        outputs.append(
+            scaled_dot_product_attention(chunk, k[:, :, :end], v[:, :, :end], part, **options)
+        )
     return torch.cat(outputs, 2)
 
 
@@ -189,5 +189,6 @@ class PrefixTree:
     blocks: tuple[tuple[int, int, int], ...]  # per block: (paths, queries per path, keys per path)
 
     def to(self, device: torch.device) -> PrefixTree:
-        names = ("keys", "queries", "outputs")
-        return replace(self, **{name: getattr(self, name).to(device) for name in names})
+        return PrefixTree(
+            self.keys.to(device), self.queries.to(device), self.outputs.to(device), self.blocks
+        )

@@ -41,11 +41,12 @@ def kept_of(episodes: Sequence[Trajectory], size: int, threshold: float) -> list
                 said = (compress(one.completion_ids, one.loss_mask) for one in t.sequences)
                 different.setdefault(tuple(chain.from_iterable(said)), t)
         for t in islice(different.values(), MOST_PER_TASK):
-            kept += [Kept(t.domain, t.task_id, t.trial, example_of(one)) for one in t.sequences]
+            examples = map(example_of_episode, t.sequences)
+            kept += [Kept(t.domain, t.task_id, t.trial, example) for example in examples]
     return kept
 
 
-def example_of(trajectory: Trajectory) -> SFTExample:
+def example_of_episode(trajectory: Trajectory) -> SFTExample:
     """Return an episode's tokens as an example; only sampled tokens have a loss."""
     tokens = zip(trajectory.completion_ids, trajectory.loss_mask, strict=True)
     labels = [i if is_sampled else IGNORED for i, is_sampled in tokens]

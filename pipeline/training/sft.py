@@ -41,7 +41,11 @@ from pipeline.training.updater import Updater
 SFTExample = dict[str, list[int]]  # has the keys `input_ids` and `labels`
 IGNORED = -100  # label of tokens without a loss, as in transformers
 MIN_LR_RATE = 0.1  # share of the peak learning rate at the end
-OPTIMIZER = {"adam_beta1": 0.9, "adam_beta2": 0.98, "weight_decay": 0.01, "max_grad_norm": 1.0}
+SETTINGS = {  # of GRPO's section, as a supervised stage has them
+    **{"adam_beta1": 0.9, "adam_beta2": 0.98, "weight_decay": 0.01, "max_grad_norm": 1.0},
+    **{"loss_type": "dapo", "beta": 0.0, "entropy_coef": 0.0},
+    "vllm_importance_sampling_correction": False,
+}
 
 
 class Schedule(NamedTuple):
@@ -89,15 +93,14 @@ def fine_tune(
     """
     state = {} if state is None else state
     losses: list[float] = state.setdefault("losses", [])
-    changed = {**OPTIMIZER, "loss_type": "dapo", "beta": 0.0, "entropy_coef": 0.0}
-    changed["vllm_importance_sampling_correction"] = False
-    config = config.changed("grpo", **changed)
+    config = config.changed("grpo", **SETTINGS)
     if config.grpo.gradient_checkpointing:
         recompute_layers(model)
     module = TokenLogprobs(model, temperature=1.0, trains_entropy=False, sharded=sharded)
     module.eval()  # without dropout
-    options: dict[str, Any] = {"decays_vectors": False, "loss": supervised_loss}
-    updater = Updater(accelerator, module, ranks, config, **options)
+    updater = Updater(
+        accelerator, module, ranks, config, loss=supervised_loss, decays_vectors=False
+    )
     if losses:
         assert resumed is not None, "the moments are in a checkpoint"
         load_optimizer(resumed, updater.optimizer)
@@ -106,8 +109,9 @@ def fine_tune(
         batch = examples[step * schedule.batch_size : (step + 1) * schedule.batch_size]
         group = config.rollout.num_generations if config.run.deterministic else 0
         mine = [trajectory_of(example) for example in share_of(batch, ranks, group)]
-        rate = learning_rate_at(step, schedule)
-        statistics = updater.update_policy(mine, [0.0] * len(mine), rate)
+        statistics = updater.update_policy(
+            mine, [0.0] * len(mine), supervised_rate_at(step, schedule)
+        )
         losses.append(statistics.get("train/loss", 0.0))
         state |= updater.state_dict()
         on_step(losses[-1], updater.optimizer)
@@ -128,7 +132,7 @@ def supervised_loss(
     return loss, TokenStats(**zeros | {"loss": loss.detach()})
 
 
-def learning_rate_at(done: int, schedule: Schedule) -> float:
+def supervised_rate_at(done: int, schedule: Schedule) -> float:
     """Return the learning rate after `done` steps: `cosine_with_min_lr` of transformers.
 
     As in transformers, the first step of the warm-up has the rate 0.
@@ -184,7 +188,7 @@ def sft_examples(
     examples = dict[str, list[SFTExample]]()
     repeated = dict[str, Iterator[int]]()
     positions = list[tuple[str, int]]()
-    total = config.warm_start.steps * config.warm_start.batch_size
+    num_examples = config.warm_start.steps * config.warm_start.batch_size
     seed = config.run.seed
     for name, source in demonstrations.items():
         own = examples[name] = []
@@ -199,7 +203,7 @@ def sft_examples(
         positions += [(name, index) for index in range(size)]
     if not positions:
         raise UserError("demonstrations: got none for the warm start; give --warm-start-steps 0")
-    order = islice(epochs(len(positions), seed, "warm start"), total)
+    order = islice(epochs(len(positions), seed, "warm start"), num_examples)
     return [
         examples[name][next(repeated[name]) if name in repeated else index]
         for name, index in (positions[i] for i in order)
@@ -213,14 +217,14 @@ def epochs(size: int, *key: int | str) -> Iterator[int]:
 
 def encode(chat: Chat, messages: Sequence[Message], tools: list[dict[str, Any]]) -> SFTExample:
     """Return tokens and labels of a conversation; only tokens of assistant messages have a loss."""
-    parts = parts_of(chat, messages, tools)
+    parts = tokens_of_messages(chat, messages, tools)
     return {
         "input_ids": [i for _, ids in parts for i in ids],
         "labels": [i if is_sampled else IGNORED for is_sampled, ids in parts for i in ids],
     }
 
 
-def parts_of(
+def tokens_of_messages(
     chat: Chat, messages: Sequence[Message], tools: list[dict[str, Any]]
 ) -> list[tuple[bool, list[int]]]:
     """Return (is sampled, token ids) of the prompt, each assistant message and each reply."""

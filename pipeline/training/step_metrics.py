@@ -25,8 +25,7 @@ from pipeline.distributed.ranks import Ranks
 from pipeline.rollout.rewards import RewardFunctions
 from pipeline.rollout.rollout import Rollout
 from pipeline.rollout.trajectory import LEFT_OUT, StopReason, Trajectory, succeeded
-from pipeline.training.collect import RolloutBatch
-from pipeline.training.collect import left_out as is_left_out
+from pipeline.training.collect import RolloutBatch, is_left_out
 from pipeline.training.grpo import zero_std_groups
 from pipeline.training.updater import Updater
 
@@ -99,8 +98,8 @@ def _sums(
     rewards = torch.tensor([t.reward for t in first], dtype=torch.float64)
     is_zero_std = zero_std_groups(rewards, size, ~is_left_out(first)).tolist()
     failed = StopReason.ENVIRONMENT_ERROR
-    repeats = bool(config.rollout.max_repeated_calls)
-    ends = [r for r in StopReason if repeats or r is not StopReason.REPEATED_CALL]
+    most = config.rollout.max_repeated_calls
+    ends = [r for r in StopReason if most or r is not StopReason.REPEATED_CALL]
     counts: dict[str, float] = {
         "train/num_tokens": sum(
             len(one.prompt_ids) + one.num_sampled_tokens for t in played for one in t.sequences
@@ -244,8 +243,7 @@ class Meter:
         of_ranks = self._ranks.all_gather_numbers([*spent.values(), memory / 1e6])
         *columns, memories = zip(*of_ranks, strict=True)
         total = {name: sum(column) for name, column in zip(spent, columns, strict=True)}
-        metrics = rates(total, self._ranks.num_ranks)
-        return {**metrics, "perf/peak_memory_mb": max(memories)}
+        return {**rates(total, self._ranks.num_ranks), "perf/peak_memory_mb": max(memories)}
 
     def _counters(self) -> dict[str, float]:
         sampling: Any = self._rollout.policy
@@ -277,7 +275,7 @@ def rates(total: Mapping[str, float], num_ranks: int) -> dict[str, float]:
 
 
 @contextmanager
-def profiled(
+def step_profile(
     step: int, steps: Collection[int], folder: Path, ranks: Ranks, device: torch.device
 ) -> Iterator[None]:
     """Profile this context if `step` is in `steps`; each rank writes a trace file into `folder`."""

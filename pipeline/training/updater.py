@@ -80,12 +80,9 @@ class Reference:
     @torch.no_grad()
     def logprobs(self, batch: MicroBatch) -> torch.Tensor:
         """Return log-probabilities of `batch.targets` under the reference policy, [N]."""
-        logprobs: torch.Tensor
         if self.module.sharded is not None:
-            logprobs = self.module(batch)[0]
-        else:
-            logprobs = functional_call(self.module, self.parameters, (batch,))[0]
-        return logprobs
+            return self.module(batch)[0]
+        return functional_call(self.module, self.parameters, (batch,))[0]
 
 
 class Updater:
@@ -209,17 +206,18 @@ class Updater:
         costs = list[float]()
         if self.balances:
             trained.sort(key=lambda pair: pair[1].ids)
-            sequences = [sequence.ids for _, sequence in trained]
-            costs = costs_of(sequences, self.shares_prefixes, self._pair)
+            costs = costs_of(
+                [sequence.ids for _, sequence in trained], self.shares_prefixes, self._pair
+            )
         self.ranks.barrier("update")  # this barrier reports a rank that is stuck in rollouts
         everyone = self.ranks.all_gather_numbers([sum(kept), sum(lengths), *costs])
         num_sequences, num_tokens = self._counts(everyone)
         statistics = {"train/learning_rate": learning_rate, "train/trained_episodes": num_sequences}
         if num_tokens == 0:  # all groups on all ranks are zero-std groups
             return statistics | {"train/skipped": 0}
-        loss_type = self.settings.loss_type
-        max_tokens = self.limits.max_tokens
-        weights = token_weights(lengths, loss_type, num_sequences, num_tokens, max_tokens)
+        weights = token_weights(
+            lengths, self.settings.loss_type, num_sequences, num_tokens, self.limits.max_tokens
+        )
         items = [(sequence, advantages[i], weights[i]) for i, sequence in trained]
         if self.deterministic:
             size = self.limits.num_generations
@@ -245,9 +243,13 @@ class Updater:
         return sum(row[0] for row in everyone), sum(row[1] for row in everyone)
 
     def _cut(self, items: Sequence[Item]) -> list[MicroBatch]:
-        budget = self.max_tokens_per_microbatch
-        padding_free = self.settings.padding_free
-        return make_micro_batches(items, budget, self.pad_id, padding_free, self.shares_prefixes)
+        return make_micro_batches(
+            items,
+            self.max_tokens_per_microbatch,
+            self.pad_id,
+            self.settings.padding_free,
+            self.shares_prefixes,
+        )
 
     def _all_reduce_gradients(self) -> None:
         if self.ranks.num_ranks > 1 and self.sharded is None:
@@ -416,8 +418,7 @@ class Updater:
         of_ranks = dict(zip(mine, rows.T, strict=True))
         self.max_tokens_per_microbatch = int(of_ranks["budget"].min())
         totals = {n: float(reduce(of_ranks[n])) for names, reduce, _ in joined for n in names}
-        watched = torch.stack([of_ranks["loss"], of_ranks["grad_norm"]])
-        is_finite = bool(watched.isfinite().all())
+        is_finite = bool(torch.stack([of_ranks["loss"], of_ranks["grad_norm"]]).isfinite().all())
         if is_finite:
             for group in self.optimizer.param_groups:
                 group["lr"] = learning_rate

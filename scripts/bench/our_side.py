@@ -50,7 +50,9 @@ class Scripted:
         sampler.open = self.open
         sampler.sample_tokens = self.sample_tokens
 
-    def open(self, prompts: Sequence[list[int]], keys: Sequence[int]) -> Any:
+    def open(
+        self, prompts: Sequence[list[int]], keys: Sequence[int], num_drawn: Sequence[int] = ()
+    ) -> Any:
         asked = list(map(tuple, prompts))
         for key, prompt, sibling in zip(keys, asked, siblings(asked), strict=True):
             scripts = self._scripts[prompt]
@@ -60,7 +62,7 @@ class Scripted:
         self._tokens = np.zeros((len(rows), max(map(len, rows))), dtype=np.int64)
         for row, ids in enumerate(rows):
             self._tokens[row, : len(ids)] = ids
-        return self._open(prompts, keys)
+        return self._open(prompts, keys, num_drawn)
 
     def sample_tokens(self, logprobs_BV: Any, keys: Any, positions: Any, greedy: bool) -> Any:
         picked = torch.as_tensor(self._sample_tokens(logprobs_BV, keys, positions, greedy))

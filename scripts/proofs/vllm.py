@@ -47,7 +47,7 @@ from pipeline.models.sampling_copy import trained_weights
 from pipeline.models.tiny import tiny_tokenizer
 from pipeline.rollout.samplers.own import RowSampler
 from pipeline.rollout.samplers.vllm import VLLMSampler
-from pipeline.training.learner import Probe
+from pipeline.training.learner import WeightProbe
 from pipeline.training.token_logprobs import TokenLogprobs
 from scripts.bench.common import finish_run, machine, parser_of, start_run, write_json
 
@@ -127,7 +127,7 @@ def syncs(options: argparse.Namespace) -> Iterator[tuple[str, float, bool]]:
 
 def synced(case: str, model: Any, chat: Chat, count: int) -> Iterator[tuple[str, float, bool]]:
     sampler = engine(model, chat)
-    probe = Probe(chat, torch.float32)
+    probe = WeightProbe(chat, torch.float32)
     module = TokenLogprobs(model, 1.0)
     largest = 0.0
     lost = 0.0
@@ -157,7 +157,7 @@ def engine(model: Any, chat: Chat, **sampling: Any) -> VLLMSampler:
 
 
 def faults(
-    model: Any, chat: Chat, probe: Probe, module: TokenLogprobs
+    model: Any, chat: Chat, probe: WeightProbe, module: TokenLogprobs
 ) -> Iterator[tuple[str, bool]]:
     """Give the sampler wrong weights after an update, and yield whether the probe finds it."""
     sampler = engine(model, chat)
@@ -202,7 +202,7 @@ def faults(
     sampler.end()
 
 
-def is_found(sampler: VLLMSampler, probe: Probe, module: TokenLogprobs) -> bool:
+def is_found(sampler: VLLMSampler, probe: WeightProbe, module: TokenLogprobs) -> bool:
     try:
         probe.check(sampler, module, Alone(), "fault")
     except RunError:

@@ -28,7 +28,7 @@ from pipeline.data.tasks import load_tasks
 from pipeline.environments.demonstrations import read_demonstrations
 from pipeline.environments.embedded.airline import generate_tasks
 from pipeline.environments.task_sets import split_source
-from pipeline.models.chat.template import Chat, TokenCache
+from pipeline.models.chat.template import Chat
 from pipeline.models.chat.text import Parsed, parse_hermes, steady
 from pipeline.models.tiny import RESPONSE_TEMPLATE
 from tests.support.helpers import chat, embedded, tokenizer
@@ -404,7 +404,7 @@ def test_every_known_template_takes_time_that_follows_the_length(name, pieces):
 @EACH_PIECE
 def test_guarding_a_text_takes_time_that_follows_its_length(piece):
     def guard(text: str) -> None:
-        chat().cache = TokenCache(1 << 20)
+        chat().cached.cache_clear()
         chat().num_content_tokens(text)
 
     assert_linear(guard, "", piece, size=40_000)

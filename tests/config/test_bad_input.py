@@ -793,7 +793,7 @@ def test_a_bad_folder_for_the_run(case, at):
 
 def test_a_disk_without_room_for_two_checkpoints_is_refused(tmp_path, monkeypatch):
     config = Config.model_validate({"run": {"output_dir": str(tmp_path / "out")}})
-    memory = Memory(config, tokenizer())
+    memory = Memory(config)
     refuse_full_disk(memory)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage(total=1 << 40, used=0, free=1 << 20))
     line = refusal(refuse_full_disk, memory)

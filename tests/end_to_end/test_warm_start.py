@@ -26,9 +26,9 @@ from pipeline.training.sft import (
     IGNORED,
     Schedule,
     encode,
-    learning_rate_at,
     sft_examples,
     share_of,
+    supervised_rate_at,
 )
 from tests.support.helpers import (
     Desk,
@@ -286,7 +286,7 @@ def test_the_learning_rate_is_that_of_transformers():
     options = {"scheduler_specific_kwargs": {"min_lr_rate": 0.1}}
     schedule = get_scheduler("cosine_with_min_lr", optimizer, 3, 9, **options)
     for step in range(9):
-        assert learning_rate_at(step, ours) == pytest.approx(schedule.get_last_lr()[0])
+        assert supervised_rate_at(step, ours) == pytest.approx(schedule.get_last_lr()[0])
         optimizer.step()
         schedule.step()
 

@@ -384,12 +384,12 @@ def test_a_model_to_train_on_is_whole_and_takes_adapters_of_its_own(run_folder, 
 
 def test_adapters_of_a_run_that_was_moved_find_their_base(run_folder, tmp_path):
     model, path = run_folder
-    assert lora.base_of(path) == str(path.parent / "warm-start")
+    assert lora.base_named_in(path) == str(path.parent / "warm-start")
     there = shutil.move(tmp_path / "run", tmp_path / "elsewhere") / "checkpoints" / path.name
-    assert lora.base_of(there) == str(there.parent / "warm-start")
+    assert lora.base_named_in(there) == str(there.parent / "warm-start")
     assert torch.allclose(logits(load_folder(there, PLAIN)), logits(model), rtol=0, atol=1e-5)
     shutil.rmtree(there.parent / "warm-start")
-    assert lora.base_of(there) == str(path.parent / "warm-start")
+    assert lora.base_named_in(there) == str(path.parent / "warm-start")
     message = refusal(load_folder, there, PLAIN)
     assert message.startswith(f"model: got '{path.parent / 'warm-start'}', but its model cannot be")
 
@@ -399,9 +399,9 @@ def test_a_hub_id_is_kept_and_a_missing_base_is_refused(tmp_path):
         (tmp_path / name).mkdir()
         named = {"base_model_name_or_path": base}
         (tmp_path / name / "adapter_config.json").write_text(json.dumps(named))
-    assert lora.base_of(tmp_path / "hub") == "Qwen/Qwen3-4B"
+    assert lora.base_named_in(tmp_path / "hub") == "Qwen/Qwen3-4B"
     says(
-        refusal(lora.base_of, tmp_path / "none"),
+        refusal(lora.base_named_in, tmp_path / "none"),
         f"adapters in {tmp_path / 'none'}",
         "no base model",
         "enter it in adapter_config.json",

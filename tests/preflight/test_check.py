@@ -214,10 +214,10 @@ def test_as_many_episodes_play_at_once_as_fit(monkeypatch, capsys):
     large = config(rollout={"max_tokens": 4096, "max_concurrent_episodes": 100})
     large = large.changed("grpo", use_grpo=False).changed("evaluation", eval_trials=8)
     need = Memory(large).need()  # 3 domains x 6 tasks x 8 trials are more than 100 episodes
-    monkeypatch.setattr("pipeline.models.memory.memory_of_a_rank", lambda _: need)
+    monkeypatch.setattr(Memory, "have", need)
     assert check_and_prepare(large, ALONE).episodes_at_once == 100
     enough = Memory(large.changed("rollout", max_concurrent_episodes=40)).need()
-    monkeypatch.setattr("pipeline.models.memory.memory_of_a_rank", lambda _: enough)
+    monkeypatch.setattr(Memory, "have", enough)
     assert check_and_prepare(large, ALONE).episodes_at_once == 40
     said = capsys.readouterr().out  # with a note on the tasks of so small a run
     assert said.count("at once") == 1

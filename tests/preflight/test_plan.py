@@ -33,7 +33,7 @@ ROW = r"  +(\d+)  (none|optimizer|full) +(\d+\.\d\d) +([\d,]+) +([\d.e-]+) +(\d+
 
 
 def memory(num_ranks, shard, *flags):
-    return Memory(parse([*FEW, *flags]), tokenizer()).on(num_ranks, shard)
+    return Memory(parse([*FEW, *flags])).on(num_ranks, shard)
 
 
 # Bytes, micro-batches and FLOPs

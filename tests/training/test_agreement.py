@@ -15,7 +15,7 @@ from pipeline.models.tiny import tiny_model
 from pipeline.rollout.samplers.generate import GenerateSampler
 from pipeline.rollout.samplers.own import RowSampler
 from pipeline.training.agreement import BOUNDS
-from pipeline.training.learner import Probe
+from pipeline.training.learner import WeightProbe
 from pipeline.training.token_logprobs import TokenLogprobs
 from tests.support.helpers import chat, tokenizer
 from tests.support.messages import says
@@ -41,7 +41,7 @@ def made(kind, dtype, use_peft):
         model = lora.attach(model, ModelSettings(), "base", 1, dtype)
     sampler = kind(model, chat().end_of_turn_id, 0.9, dtype)
     sampler.load_weights(trained_weights(model))
-    probe, module = Probe(chat(), dtype), TokenLogprobs(model, 1.0)
+    probe, module = WeightProbe(chat(), dtype), TokenLogprobs(model, 1.0)
     accelerator = Bf16() if dtype == BF16 else Accelerator()
     check = partial(probe.check, sampler, module, accelerator, "update airline step 3")
     return model, sampler, check

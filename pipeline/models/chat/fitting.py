@@ -8,7 +8,7 @@ checkpoints, exported folders and servers render what training rendered.
 
 import json
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from importlib.util import find_spec
@@ -120,7 +120,7 @@ OWN = {
 {%- if add_generation_prompt %}{{ 'Assistant:' }}{% endif %}""",
 }
 
-Probe = tuple[Sequence[Message], dict[str, Any], str]  # messages, options, a text to be rendered
+Rendering = tuple[Sequence[Message], dict[str, Any], str]  # messages, options, a text in it
 _ASKED: Message = {"role": "user", "content": "probe_user"}
 _SYSTEM: Message = {"role": "system", "content": "probe_system"}
 _PARAMETERS = {"type": "object", "properties": {}}
@@ -133,10 +133,10 @@ _CALLED: list[Message] = [
     {"role": "tool", "name": "probe_tool", "content": "probe_result"},
 ]
 # What a template must be able to render.
-_REQUEST: Probe = ([_ASKED], {}, "probe_user")
-_POLICY: Probe = ([_SYSTEM, _ASKED], {}, "probe_system")
-_OFFERED: Probe = ([_ASKED], _TOOLS, "probe_tool")
-_RESULT: Probe = (_CALLED, {}, "probe_result")
+_REQUEST: Rendering = ([_ASKED], {}, "probe_user")
+_POLICY: Rendering = ([_SYSTEM, _ASKED], {}, "probe_system")
+_OFFERED: Rendering = ([_ASKED], _TOOLS, "probe_tool")
+_RESULT: Rendering = (_CALLED, {}, "probe_result")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,21 +155,21 @@ def fit_template(
     render: Callable[..., str],
     *,
     needs: Needs,
-    chat_template: str | None = None,
-    system_prompt: str | None = None,
-    tools_as_text: bool = False,
-    clock: str | None = None,
+    chat_template: str | None,
+    system_prompt: str | None,
+    tools_as_text: bool,
+    clock: str,
 ) -> list[str]:
     """Set `tokenizer.chat_template` to a template for a run; return notes for the user.
 
     `render` has the arguments of `apply_chat_template`, renders with the tokenizer's present
     template, and raises UserError if the template raises. `chat_template` replaces the tokenizer's
     own. `tools_as_text` writes tools as text even if the template renders tools. `clock`, from
-    `held_clock`, is what the template reads instead of the clock (default: the clock of an earlier
-    fit, else the present time). Raises UserError for an unknown name of a template.
+    `held_clock`, is what the template reads instead of the clock, unless an earlier fit has written
+    one. Raises UserError for an unknown name of a template.
     """
     before, template, notes = _template_of(tokenizer, chat_template, needs)
-    held = clock_of(before) or clock or held_clock()
+    held = clock_of(before) or clock
     if system_prompt is not None:
         before = SYSTEM_PROMPT.replace(
             "SYSTEM_PROMPT", json.dumps(system_prompt, ensure_ascii=False)
@@ -183,7 +183,7 @@ def fit_template(
             "in resumed runs, checkpoints and exported models, too"
         )
 
-    def fits(*probes: Probe) -> bool:
+    def fits(*probes: Rendering) -> bool:
         tokenizer.chat_template = before + MARK + template if before else template
         try:
             return all(text in render(list(talk), **options) for talk, options, text in probes)
@@ -215,8 +215,8 @@ def held_clock(time: datetime | None = None) -> str:
 
 def clock_of(template: str) -> str | None:
     """Return the part of a fitted template that holds the clock, or None."""
-    found = _CLOCK.search(template)
-    return found and found.group()
+    held = _CLOCK.search(template)
+    return held and held.group()
 
 
 def without_clock(template: str) -> str:
@@ -232,21 +232,18 @@ def body_of(template: str) -> str:
 
 def _template_of(tokenizer: Any, name: str | None, needs: Needs) -> tuple[str, str, list[str]]:
     """Return the part in front of a tokenizer's template, the template to use, and notes."""
-    notes: list[str] = []
+    if name is not None:
+        return "", named_template(name, tokenizer), []
     own = tokenizer.chat_template
     if isinstance(own, dict):
         own = own.get("tool_use" if needs.tools else "default") or own.get("default")
-    if name is None and own:
+    if own:
         before, _, template = own.rpartition(MARK)
-        return before, template, notes
-    if name is None:
-        name = "plain" if needs.tools or needs.replies else "text"
-        what = {
-            "plain": "messages with the words User and Assistant",
-            "text": "prompts as they are",
-        }
-        notes.append(f"the tokenizer has no chat template: --chat-template {name}, {what[name]}")
-    return "", named_template(name, tokenizer), notes
+        return before, template, []
+    name = "plain" if needs.tools or needs.replies else "text"
+    what = {"plain": "messages with the words User and Assistant", "text": "prompts as they are"}
+    note = f"the tokenizer has no chat template: --chat-template {name}, {what[name]}"
+    return "", named_template(name, tokenizer), [note]
 
 
 def named_template(name: str, tokenizer: Any) -> str:
@@ -272,11 +269,10 @@ def named_template(name: str, tokenizer: Any) -> str:
     raise UserError(f"chat_template: got {shown(name)}, which is no file and no name; {hint}")
 
 
-def needs_of(domains: Iterable[Domain]) -> Needs:
+def needs_of(domains: Collection[Domain]) -> Needs:
     """Return what conversations in these domains need of a chat template."""
-    used = list(domains)
     return Needs(
-        tools=any(domain.tools for domain in used),
+        tools=any(domain.tools for domain in domains),
         # A user's environment may make a `user` who answers in any method.
-        replies=any(not domain.is_single_turn for domain in used),
+        replies=any(not domain.is_single_turn for domain in domains),
     )

@@ -6,14 +6,12 @@ appended to the sampled ids. So a chat template that rewrites earlier messages c
 tokens. Special strings (texts of special tokens) in messages and tools are encoded as plain text.
 """
 
-import hashlib
 import json
 import re
-from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import cached_property, lru_cache, partial
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -51,51 +49,10 @@ from pipeline.models.chat.text import (
     values_are_text,
 )
 
-MAX_CACHED_TOKENS = 1 << 21  # largest number of cached ids, which take about 80 MB
+MAX_CACHED = 1 << 12  # results that a Chat keeps; with a thousand ids each, these take 160 MB
 MAX_RENDERED = 10_000_000  # largest number of characters that a chat template may write
 MAX_ROLES = 8  # most roles of a conversation that a message names
-MAX_DIGESTS = 16  # largest number of lists of tools that a cache knows by identity
 Tools = Sequence[dict[str, Any]]  # JSON schemas
-ENTRY = 8  # The overhead of a cache entry takes the memory of about 8 ids.
-
-
-class TokenCache(OrderedDict[bytes, tuple[Any, int]]):
-    """A least-recently-used cache of function results, limited to about `max_tokens` token ids."""
-
-    def __init__(self, max_tokens: int) -> None:
-        super().__init__()
-        self.max_tokens = max_tokens
-        self.num_tokens = 0
-        self._digests: dict[int, tuple[Tools, bytes]] = {}  # lists of tools by `id`
-
-    def call(self, function: Callable[..., Any], *arguments: Any, tools: Tools = ()) -> Any:
-        """Return the result of `function(*arguments)`, or with `tools` as the last argument.
-
-        The arguments must be JSON values. The result stays in the cache, so the caller must not
-        change the result. The schemas of tools may be long and are the same in all episodes of a
-        domain, so a list of tools is read at its first use only, and must not change later.
-        """
-        text = json.dumps([function.__name__, *arguments]).encode()
-        key = hashlib.blake2b(text + self._digest(tools), digest_size=16).digest()
-        if key in self:
-            self.move_to_end(key)
-            return self[key][0]
-        result = function(*json.loads(text)[1:], *([deepcopy(list(tools))] if tools else []))
-        size = ENTRY + len(result if isinstance(result, list) else arguments[0])
-        self[key] = result, size
-        self.num_tokens += size
-        while self.num_tokens > self.max_tokens:
-            self.num_tokens -= self.popitem(last=False)[1][1]
-        return result
-
-    def _digest(self, tools: Tools) -> bytes:
-        found = self._digests.get(id(tools))
-        if found is None and len(self._digests) >= MAX_DIGESTS:
-            self._digests.clear()
-        if found is None:
-            text = json.dumps(list(tools)).encode()
-            found = self._digests[id(tools)] = tools, hashlib.blake2b(text).digest()
-        return found[1]
 
 
 class Chat:
@@ -120,28 +77,25 @@ class Chat:
     ) -> None:
         self.tokenizer = tokenizer
         self._kwargs = template_kwargs or {}
-        clock = clock or held_clock()
-        fit = {"chat_template": chat_template, "system_prompt": system_prompt, "clock": clock}
-        prepare = partial(self._prepare, tool_call_format, needs, fit)
-        rehearse("model: its chat template", prepare, "give another --chat-template")
-        prepare()
-
-    def _prepare(
-        self,
-        tool_call_format: str,
-        needs: Needs,
-        fit: dict[str, str | None],
-    ) -> None:
-        tokenizer = self.tokenizer
-        self.notes = fit_template(
+        fit = partial(
+            fit_template,
             tokenizer,
             self._template,
             needs=needs,
+            chat_template=chat_template,
+            system_prompt=system_prompt,
             tools_as_text=tool_call_format == "text",
-            **fit,
+            clock=clock or held_clock(),
         )
+        prepare = partial(self._prepare, fit, tool_call_format, needs)
+        rehearse("model: its chat template", prepare, "give another --chat-template")
+        prepare()
+
+    def _prepare(self, fit: Callable[[], list[str]], tool_call_format: str, needs: Needs) -> None:
+        tokenizer = self.tokenizer
+        self.notes = fit()
         checks.refuse_random(tokenizer.chat_template)
-        self.cache = TokenCache(MAX_CACHED_TOKENS)
+        self.cached = lru_cache(MAX_CACHED)(self._computed)
         added = {i: t for i, t in tokenizer.added_tokens_decoder.items() if t.content.strip()}
         self._special_ids = set(added) - {tokenizer.unk_token_id}
         self._special = Special({token.content for token in added.values()})
@@ -152,8 +106,8 @@ class Chat:
         ids = self._encode("\n<")
         line_break = self._encode("\n")
         self._line_break = [] if ids == line_break + self._encode("<") else line_break
-        is_closed = needs.tools or needs.replies  # else the model's own token may end a message
-        own_end = "" if is_closed else tokenizer.eos_token or ""
+        # The model's own token may end the only message of a conversation.
+        own_end = "" if needs.tools or needs.replies else tokenizer.eos_token or ""
         self.end_of_turn = checks.end_of_turn_of(self._template, self._special, own_end)
         self.end_of_turn_id: int = tokenizer.convert_tokens_to_ids(self.end_of_turn)
         self._opening = self._template([ASKED], add_generation_prompt=True)
@@ -202,7 +156,7 @@ class Chat:
 
     def prompt_ids(self, messages: Sequence[Message], tools: list[dict[str, Any]]) -> list[int]:
         """Return the token ids of a conversation and of the next assistant message's header."""
-        return list(self.cache.call(self._prompt_ids, messages, tools=tools))
+        return list(self._once(self._prompt_ids, messages, tools))
 
     def reply_ids(self, replies: Sequence[Message]) -> list[int]:
         """Return the ids of tool results or a user message, and of the next message's header.
@@ -210,21 +164,28 @@ class Chat:
         The sampled message before the returned ids may end with a token other than the template's
         end-of-turn token, for example with Llama's <|eom_id|>.
         """
-        return list(self.cache.call(self._reply_ids, replies))
+        return list(self._once(self._reply_ids, replies))
 
     def message_ids(self, message: Message) -> list[int]:
         """Return the ids that a policy samples to write `message`, with the end-of-turn token."""
-        return list(self.cache.call(self._message_ids, message))
+        return list(self._once(self._message_ids, message))
 
     def num_content_tokens(self, text: str) -> int:
         """Return the number of tokens of a text, in which special strings count as plain text."""
-        return len(self.cache.call(self._content_ids, text))
+        return len(self._once(self._content_ids, text))
+
+    def _once(self, method: Callable[..., Any], *arguments: Any) -> Any:
+        """Return the result of a method for JSON arguments, which must stay as it is."""
+        return self.cached(method.__name__, json.dumps(arguments))
+
+    def _computed(self, method: str, arguments: str) -> Any:
+        return getattr(self, method)(*json.loads(arguments))
 
     def _content_ids(self, text: str) -> list[int]:
         guards = Guards()
         return self._encode_guarded(guards.put(text, self._special), guards)
 
-    def _prompt_ids(self, messages: list[Message], tools: Tools = ()) -> list[int]:
+    def _prompt_ids(self, messages: list[Message], tools: Tools) -> list[int]:
         text, guards = self._render([], messages, tools=tools or None, add_generation_prompt=True)
         return self._encode_guarded(text, guards, at_start=True)
 
@@ -241,11 +202,15 @@ class Chat:
     def _message_ids(self, message: Message) -> list[int]:
         text, guards = self._continued(message)
         if not text:
-            fault = "renders an assistant message differently from what it asks to continue"
-            raise UserError(f"model: its chat template {fault}; set other chat_template_kwargs")
+            raise checks.template_error(
+                "renders an assistant message differently from what it asks to continue",
+                "set other chat_template_kwargs",
+            )
         if message.get("tool_calls") and not self._renders_calls:
-            fault = "leaves tool calls out, so a demonstration would teach none"
-            raise UserError(f"model: its chat template {fault}; set warm_start.steps 0")
+            raise checks.template_error(
+                "leaves tool calls out, so a demonstration would teach none",
+                "set warm_start.steps 0",
+            )
         return self._encode_guarded(text, guards)
 
     def _continued(self, message: Message) -> tuple[str, Guards]:
@@ -284,13 +249,11 @@ class Chat:
             roles = ", ".join(message["role"] for message in messages[:MAX_ROLES])
             roles += f" and {len(messages) - MAX_ROLES} more" * (len(messages) > MAX_ROLES)
             reason = one_line(str(error)) or type(error).__name__
-            fault = f"refuses a conversation of {roles} ({reason})"
-            raise UserError(
-                f"model: its chat template {fault}; give another --chat-template"
-            ) from None
+            raise checks.template_error(f"refuses a conversation of {roles} ({reason})") from None
         if len(text) > MAX_RENDERED:
-            fault = f"writes {len(text)} characters, and the limit is {MAX_RENDERED}"
-            raise UserError(f"model: its chat template {fault}; give another --chat-template")
+            raise checks.template_error(
+                f"writes {len(text)} characters, and the limit is {MAX_RENDERED}"
+            )
         return text
 
     def _encode_guarded(self, text: str, guards: Guards, at_start: bool = False) -> list[int]:
@@ -301,7 +264,7 @@ class Chat:
             is_guarded = number % 2 == 1
             piece = guards.texts[int(piece)] if is_guarded else piece
             if is_guarded and tokens.search(piece):
-                ids += self.cache.call(self._spell, piece)
+                ids += self._once(self._spell, piece)
                 continue
             piece_ids = self._encode(piece, inside=is_guarded or bool(ids) or not at_start)
             if sum(i in self._special_ids for i in piece_ids) > len(tokens.findall(piece)):
@@ -338,11 +301,11 @@ class Chat:
         """
         if finished is None:
             finished = bool(ids) and ids[-1] == self.end_of_turn_id
-        typed_by = tools if values_are_text(self._reader) else ()
-        parsed: Parsed = self.cache.call(self._parse, list(ids), finished, tools=typed_by)
+        typed_by = list(tools) if values_are_text(self._reader) else []
+        parsed: Parsed = self._once(self._parse, list(ids), finished, typed_by)
         return replace(parsed, calls=deepcopy(parsed.calls))  # tools may change a call's arguments
 
-    def _parse(self, ids: list[int], finished: bool, tools: Tools = ()) -> Parsed:
+    def _parse(self, ids: list[int], finished: bool, tools: Tools) -> Parsed:
         text: str = self.tokenizer.decode(
             ids[:-1] if finished else ids, clean_up_tokenization_spaces=False
         )
@@ -360,8 +323,10 @@ class Chat:
                 nothing = parse_response(self.end_of_turn, self._reader, prefix=self._opening)
                 self._prefix = "" if nothing.get("content") else self._opening
         except Exception as error:  # a response template may raise any exception
-            fault = f"its tokenizer's response template cannot be used ({reason_of(error)})"
-            raise UserError(f"model: {fault}; set tool_call_format: hermes, or mend it") from None
+            raise UserError(
+                f"model: its tokenizer's response template cannot be used ({reason_of(error)}); "
+                "set tool_call_format: hermes, or mend it"
+            ) from None
 
     def _read_back(self, message: Message) -> Parsed | None:
         """Encode and parse a message; return None if the template cannot write the tool calls."""

@@ -15,6 +15,10 @@ Render = Callable[..., str]  # a function with the arguments of `apply_chat_temp
 ReadBack = Callable[[Message], Parsed | None]  # returns None if the template cannot write a message
 
 
+def template_error(fault: str, remedy: str = "give another --chat-template") -> UserError:
+    return UserError(f"model: its chat template {fault}; {remedy}")
+
+
 def _say(content: str, *calls: tuple[str, dict[str, Any]]) -> Message:
     return Parsed(content=content, calls=list(calls)).message()
 
@@ -111,8 +115,9 @@ def end_of_turn_of(render: Render, special: Special, default: str) -> str:
     text = render(STUB_TURN)
     token = special.tokens.search(text, text.rindex(STUB) if STUB in text else len(text))
     if not token and not default:
-        fault = "does not close an assistant message with a special token"
-        raise UserError(f"model: its chat template {fault}; give --chat-template plain")
+        raise template_error(
+            "does not close an assistant message with a special token", "give --chat-template plain"
+        )
     return token.group() if token else default
 
 
@@ -133,16 +138,18 @@ def check_deltas(render: Render, after_stub: Callable[[str], str], has_tools: bo
             text = render([*before, *replies], tools=tools, add_generation_prompt=True)
             if not (is_whole and text.endswith(delta)):
                 what = "tools" if tools and what == "another answer" else what
-                fault = f"renders a reply differently after other conversations ({what})"
-                remedy = "give --tool-call-format text, or another --chat-template"
-                raise UserError(f"model: its chat template {fault}; {remedy}")
+                raise template_error(
+                    f"renders a reply differently after other conversations ({what})",
+                    "give --tool-call-format text, or another --chat-template",
+                )
 
 
 def refuse_random(template: str) -> None:
     """Raise UserError if a template draws at random."""
     if found := _RANDOM.search(template):
-        fault = f"draws at random ({found.group().strip('| ')}), so that a prompt is never the same"
-        raise UserError(f"model: its chat template {fault}; give another --chat-template")
+        raise template_error(
+            f"draws at random ({found.group().strip('| ')}), so that a prompt is never the same"
+        )
 
 
 def talks(has_tools: bool, has_replies: bool) -> list[list[Message]]:
@@ -175,19 +182,15 @@ def check_shown(render: Render, messages: Sequence[Message], **options: Any) -> 
         of = [n for n in texts if talk[n]["role"] == role]
         if any(shown[n] < len(texts[n]) for n in of):
             left_out[role] = "a part" if any(shown[n] for n in of) else "all"
-    fault = ""
-    if found := left_out.keys() & {"user", "tool"}:
-        role = min(found)
-        what = "tool results" if role == "tool" else "the user's messages"
-        fault = f"leaves {left_out[role]} of {what} out"
+    for role, what in (("tool", "tool results"), ("user", "the user's messages")):
+        if role in left_out:
+            raise template_error(f"leaves {left_out[role]} of {what} out")
     turns = [words for n, words in texts.items() if talk[n]["role"] != "system"]
     order = dict.fromkeys(word for words in turns for word in words if word in seen)
-    if not fault and [word for word in seen if word in order] != [*order]:
-        fault = "writes messages or words in another order"
-    if not fault and (text != render(talk, **options) or _ADDRESS.search(text)):
-        fault = "renders one conversation in different ways"
-    if fault:
-        raise UserError(f"model: its chat template {fault}; give another --chat-template")
+    if [word for word in seen if word in order] != [*order]:
+        raise template_error("writes messages or words in another order")
+    if text != render(talk, **options) or _ADDRESS.search(text):
+        raise template_error("renders one conversation in different ways")
     return left_out
 
 
@@ -201,9 +204,9 @@ def check_calls(read_back: ReadBack, has_reader: bool, tool_call_format: str) ->
         if has_reader:
             reader = "by its response template"
             remedy = f"set tool_call_format: hermes if it reads them, {remedy}"
-        raise UserError(
-            f"model: its chat template writes tool calls that are not read back {reader} "
-            f"({unread}); {remedy}, or give --tool-call-format text, or another --chat-template"
+        raise template_error(
+            f"writes tool calls that are not read back {reader} ({unread})",
+            f"{remedy}, or give --tool-call-format text, or another --chat-template",
         )
     if lost := [problem.partition(":")[0] for problem in _unread(read_back, _RARE_CALLS)]:
         warn_once(

@@ -108,8 +108,9 @@ def response_template_of(tokenizer: Any) -> ResponseTemplate | None:
 
 def values_are_text(template: ResponseTemplate | None) -> bool:
     """Return whether the tool-call format writes arguments as text, without their types."""
-    fields = {} if template is None else template.fields
-    return any(field.content in ("xml-inline", "kv-lines") for field in fields.values())
+    return template is not None and any(
+        field.content in ("xml-inline", "kv-lines") for field in template.fields.values()
+    )
 
 
 def steady(template: dict[str, Any]) -> ResponseTemplate:

@@ -104,7 +104,7 @@ def make_sampler(
     if stops and is_main:
         also = ", ".join(map(shown, chat.tokenizer.convert_ids_to_tokens(stops)))
         print(f"messages end at {chat.end_of_turn}, and by the model's files at {also}", flush=True)
-    name, why = choose(settings.sampler, why_generate(plain, settings.max_tokens))
+    name, why = chosen_sampler(settings.sampler, why_generate(plain, settings.max_tokens))
     if why and is_main:
         say(
             f"warning: {type(plain).__name__} is sampled through generate, every message from the "
@@ -115,7 +115,7 @@ def make_sampler(
     return make(model, settings, dtype, [chat.end_of_turn_id, *stops])
 
 
-def choose(sampler: str, why: str | None) -> tuple[str, str]:
+def chosen_sampler(sampler: str, why: str | None) -> tuple[str, str]:
     """Return the name of the sampler, and why it is `generate` (else "").
 
     `why` comes from `why_generate`. Raises UserError if `sampler` cannot serve the model.

@@ -45,7 +45,7 @@ LOAD_FORMAT = "in_process"  # the name under which vLLM knows the loader of a ra
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # largest ranks that vLLM makes room for
 HEAD = "lm_head.weight"
 PREFILL_TOKENS = 8192  # tokens of prompts that a pass on a CPU computes at least
-LEAST_TOKENS = 64  # an engine's shortest conversation; the probe of weights needs some tokens
+SHORTEST_TOKENS = 64  # an engine's shortest conversation; the probe of weights needs some tokens
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine runs in this process
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # the rank's threads stay as they are
@@ -89,13 +89,10 @@ class VLLMSampler:
         self._shapes = {name: weight.shape for name, weight in trained_weights(model)}
         plain = base_model(model)
         self._is_on_cpu = next(plain.parameters()).device.type == "cpu"
-        self._embedding = next(
-            name
-            for name, parameter in plain.named_parameters()
-            if parameter is plain.get_input_embeddings().weight
-        )
-        self._vocab_size = len(plain.get_input_embeddings().weight)
-        self._is_tied = plain.get_output_embeddings().weight is plain.get_input_embeddings().weight
+        embedding = plain.get_input_embeddings().weight
+        self._embedding = next(n for n, weight in plain.named_parameters() if weight is embedding)
+        self._vocab_size = len(embedding)
+        self._is_tied = plain.get_output_embeddings().weight is embedding
         self._plain = plain
         fused = [n for n, shape in self._shapes.items() if ".experts." in n and len(shape) == 3]
         if self._is_on_cpu and fused:
@@ -121,7 +118,7 @@ class VLLMSampler:
                 skip_tokenizer_init=True,
                 load_format=LOAD_FORMAT,
                 dtype=str(dtype).removeprefix("torch."),
-                max_model_len=max(self._settings.max_tokens, LEAST_TOKENS),
+                max_model_len=max(self._settings.max_tokens, SHORTEST_TOKENS),
                 max_num_seqs=self._settings.max_concurrent_episodes,
                 # An engine beside other ranks' joins their process group and computes alone.
                 distributed_executor_backend="external_launcher" if "RANK" in os.environ else "uni",
@@ -203,8 +200,9 @@ class VLLMSampler:
             if is_asleep:
                 self._engine.wake_up(["weights"])
             if self._adapter_config is None:
-                iterator = {"weights_iterator": iter(given.items())}
-                self._engine.collective_rpc("reload_weights", kwargs=iterator)
+                self._engine.collective_rpc(
+                    "reload_weights", kwargs={"weights_iterator": iter(given.items())}
+                )
             else:
                 self._load_adapters(given)
             if is_asleep:
@@ -227,7 +225,8 @@ class VLLMSampler:
             self._engine.remove_lora(self._adapter.lora_int_id)
         self._num_adapters += 1
         number = self._num_adapters
-        with tempfile.TemporaryDirectory(prefix="adapters-", dir=_in_memory()) as folder:
+        in_memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+        with tempfile.TemporaryDirectory(prefix="adapters-", dir=in_memory) as folder:
             copies = {name: tensor.contiguous().cpu() for name, tensor in adapters.items()}
             save_file(copies, Path(folder) / "adapter_model.safetensors")
             self._adapter_config.save_pretrained(folder)
@@ -422,10 +421,4 @@ def _register_loader(model: Any) -> None:
 
 def as_in_files(model: Any, weights: Weights) -> Weights:
     """Return the weights as a model's files have them: experts apart, and with their old names."""
-    named: dict[str, torch.Tensor] = revert_weight_conversion(model, dict(weights))
-    return iter(named.items())
-
-
-def _in_memory() -> str | None:
-    """Return the folder of a file system in memory, or None for the usual temporary folder."""
-    return "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+    return iter(revert_weight_conversion(model, dict(weights)).items())

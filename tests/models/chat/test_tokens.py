@@ -159,9 +159,9 @@ class Talker(RowSampler):
         told = torch.tensor(told)
         return torch.where(told == FREE, drawn, told)
 
-    def open(self, prompts, keys):
+    def open(self, prompts, keys, num_drawn=()):
         self.seen |= {key: [(False, list(ids))] for key, ids in zip(keys, prompts, strict=True)}
-        return super().open(prompts, keys)
+        return super().open(prompts, keys, num_drawn)
 
     def extend(self, episode, ids):
         self.seen[episode.key].append((False, list(ids)))

@@ -23,7 +23,7 @@ from pipeline.models.tiny import tiny_model
 from pipeline.rollout.samplers import vllm as vllm_sampler
 from pipeline.rollout.samplers.choice import make_sampler
 from pipeline.rollout.samplers.vllm import VLLMSampler
-from pipeline.training.learner import Probe
+from pipeline.training.learner import WeightProbe
 from pipeline.training.token_logprobs import TokenLogprobs
 from tests.support import ROOT
 from tests.support.helpers import chat, tokenizer
@@ -168,7 +168,7 @@ def test_top_p_and_top_k_leave_the_likeliest_at_the_sampling_temperature():
 
 
 def checked(model, sampler):
-    probe = Probe(chat(), torch.float32)
+    probe = WeightProbe(chat(), torch.float32)
     check = partial(probe.check, sampler, TokenLogprobs(model, 1.0), Accelerator(), "step 3")
     check()
     return check
