@@ -77,6 +77,7 @@ COMMANDS = {
         "pipeline.commands.folders:make_tiny",
     ),
 }
+WITH_FLAGS_OF_TRAIN = ("evaluate", "check", "doctor")
 
 
 def console() -> NoReturn:
@@ -103,8 +104,11 @@ def _run(argv: list[str]) -> int:
     if name not in COMMANDS:
         raise UserError(one_line(_unknown(name, argv)))
     chosen = COMMANDS[name]
-    if chosen.flags and {"-h", "--help"} & {*arguments}:
-        print(usage(name))
+    if name in WITH_FLAGS_OF_TRAIN and {"-h", "--help"} & {*arguments}:
+        print(
+            f"usage: {command(name)} {chosen.arguments}\n\n{chosen.about}\n"
+            f"FLAGS are those of a run; {command('train')} --help lists them."
+        )
         return 0
     module, _, function = chosen.function.partition(":")
     code: int = getattr(import_module(module), function)([*chosen.flags, *arguments])
@@ -119,20 +123,8 @@ def overview() -> str:
     return "\n".join([head, "commands:", *lines, "", f"{command('COMMAND')} --help tells more"])
 
 
-def usage(name: str) -> str:
-    """Return the help of a command that takes the flags of `train`."""
-    chosen = COMMANDS[name]
-    return (
-        f"usage: {command(name)} {chosen.arguments}\n\n{chosen.about}\n"
-        f"FLAGS are those of a run; {command('train')} --help lists them."
-    )
-
-
 def evaluate(argv: list[str]) -> int:
     """Evaluate the model that `argv` begins with; flags follow."""
-    if {"-h", "--help"} & {*argv}:
-        print(usage("evaluate"))
-        return 0
     if not argv or argv[0].startswith("-"):
         raise UserError(
             "evaluate: got no MODEL; give a run folder, a checkpoint, a model folder or a hub id "

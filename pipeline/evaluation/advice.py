@@ -21,7 +21,7 @@ from pipeline.data.curriculum import Stage
 from pipeline.data.tasks import Message
 from pipeline.distributed.ranks import Ranks
 from pipeline.environments.domains import Domain
-from pipeline.evaluation.transfer import Z95, mean_over_tasks, pass_at_k, rate
+from pipeline.evaluation.transfer import Z95, mean_over_tasks, pass_at_k, rate, successes_of
 from pipeline.rollout.trajectory import EpisodeRecord, StopReason, Trajectory, succeeded
 
 STILL_STEPS = 10  # number of steps with signal that tell whether the reward rises
@@ -337,10 +337,7 @@ def lost_domains(
     earlier = {domain for stage in stages[:-1] for domain in stage.own}
     for domain in stages[-1].own if given else ():
         before, now = (
-            {
-                task: fmean(succeeded(r, settings.success_threshold) for r in rewards)
-                for task, rewards in entry["success"][domain]["tasks"].items()
-            }
+            successes_of(entry["success"][domain]["tasks"], settings.success_threshold)
             for entry in (given[0], evaluations[-1])
         )
         found = fall(before, now)
@@ -515,8 +512,8 @@ def decided_alike(first: Sequence[Tally], last: Sequence[Tally]) -> Alike | None
     equal decisions may be right, so the decisions of the `first` steps must have been spread.
     """
     begun, now, branches = (
-        _pooled(of, what)
-        for of, what in ((first, "decisions"), (last, "decisions"), (last, "branches"))
+        sum((Counter(tally[key]) for tally in tallies), Counter[str]())
+        for tallies, key in ((first, "decisions"), (last, "decisions"), (last, "branches"))
     )
     action, count = max(now.items(), key=lambda of: (of[1], of[0]))
     share = count / now.total()
@@ -546,7 +543,3 @@ def decided_alike(first: Sequence[Tally], last: Sequence[Tally]) -> Alike | None
         f"{100 * solved:.0f} % succeed"
     )
     return Alike(said, from_the_start)
-
-
-def _pooled(tallies: Sequence[Tally], what: str) -> Counter[str]:
-    return sum((Counter(tally[what]) for tally in tallies), Counter())

@@ -5,8 +5,6 @@ The card's snippet uses an example of what the model was trained on.
 All numbers come from the files of the run, through the functions that write the run's report.
 """
 
-import gzip
-import json
 import platform
 import shlex
 from importlib.metadata import version
@@ -25,7 +23,7 @@ from pipeline.config.recipe import SETTINGS, SHIPPED, full_name, load_recipe, re
 from pipeline.config.settings import Config
 from pipeline.evaluation.transfer import summary
 from pipeline.models.model_files import HUB_ID
-from pipeline.report.run_files import RunData, after_name
+from pipeline.report.run_files import RunData, after_name, episodes_in
 from pipeline.report.tables import (
     METRICS,
     about_table,
@@ -51,8 +49,7 @@ def example_of(run: RunData) -> Example:
     Without transcripts, the example is one word without tools.
     """
     for path in sorted(run.folder.glob("trajectories/evaluation-*/step-*.jsonl.gz")):
-        with gzip.open(path, "rt", encoding="utf-8") as file:
-            episode = json.loads(file.readline() or "{}")
+        episode = next(episodes_in(path), {})
         if messages := episode.get("messages"):
             asked = takewhile(lambda message: message["role"] != "assistant", messages)
             tools = run.results.get("tools", {}).get(episode["domain"], [])

@@ -166,16 +166,6 @@ def _against(
     return None
 
 
-def links_of(configurations: Sequence[Configuration], output: Path) -> dict[Path, str]:
-    """Return the URLs of the runs' report pages, relative to the folder of the comparison."""
-    pages = {run.folder: run.folder / "report.html" for c in configurations for run in c.runs}
-    return {
-        folder: quote(os.path.relpath(page.resolve(), output.resolve()))
-        for folder, page in pages.items()
-        if page.is_file()
-    }
-
-
 def _ends(runs: Sequence[RunData]) -> dict[str, dict[str, float]]:
     """Return the success of each held-out task at the end, mean over runs: {domain: {task: ...}}"""
     found = defaultdict[str, dict[str, list[float]]](dict)
@@ -222,6 +212,7 @@ def data_of(
 ) -> dict[str, Any]:
     """Return the variables of the template `comparison.md.jinja`, except the title."""
     changes, unequal = minus_first(configurations)
+    pages = {run.folder: run.folder / "report.html" for c in configurations for run in c.runs}
     compared = {
         c.label: {name: c.against_mixed.get(name) for name in METRICS}
         for c in configurations
@@ -230,7 +221,11 @@ def data_of(
     ends = {c.label: {d: of[-1] for d, of in c.transfer["rewards"].items()} for c in configurations}
     return {
         "configurations": configurations,
-        "links": links_of(configurations, output),
+        "links": {  # to the runs' pages, from the folder of the comparison
+            folder: quote(os.path.relpath(page.resolve(), output.resolve()))
+            for folder, page in pages.items()
+            if page.is_file()
+        },
         "changes": number_table(f"minus {configurations[0].label}", changes, sign="+"),
         "unequal": unequal,
         "unfinished": unfinished,

@@ -265,19 +265,19 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("folders", nargs="+", type=Path, metavar="FOLDER", help="of runs")
     parser.add_argument("--output", type=Path, help="folder for the comparison of several runs")
     options = parser.parse_args(arguments)
-    folders = options.folders
-    output = options.output
-    runs = comparison.runs_in(folders)
-    if len(folders) == 1 and (runs == folders or not runs):
-        if output is not None:
+    first, *others = options.folders
+    output = options.output or first
+    runs = comparison.runs_in(options.folders)
+    if not others and runs in ([first], []):
+        if options.output is not None:
             raise UserError("report: --output is for comparisons; a run's folder has its report")
-        with reading(*folders):
-            write_report(folders[0])
-        print(folders[0] / "report.md")
-    elif len(folders) > 1 and output is None:
+        with reading(first):
+            write_report(first)
+        print(first / "report.md")
+        return 0
+    if others and options.output is None:
         raise UserError("report: got several runs; say where the comparison goes: --output FOLDER")
-    else:
-        with reading(*runs):
-            write_comparison(runs, output or folders[0])
-        print((output or folders[0]) / "comparison.md")
+    with reading(*runs):
+        write_comparison(runs, output)
+    print(output / "comparison.md")
     return 0

@@ -197,10 +197,11 @@ def held_out(run: Path) -> list[dict[str, Any]]:
     """Write the transcript of an episode; returns what its model was asked."""
     asked = [{"role": "system", "content": "Serve."}, {"role": "user", "content": "where is R1"}]
     answer = {"role": "assistant", "content": "here"}
+    line = {"domain": "retail", "task_id": "R1", "trial": 0}
     folder = run / "trajectories" / "evaluation-retail"
     folder.mkdir(parents=True)
     with gzip.open(folder / "step-000020.rank-0.jsonl.gz", "wt") as file:
-        file.write(json.dumps({"domain": "retail", "messages": [*asked, answer]}) + "\n")
+        file.write(json.dumps({**line, "messages": [*asked, answer]}) + "\n")
     return asked
 
 

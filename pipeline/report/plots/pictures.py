@@ -303,13 +303,10 @@ def stage_performance(run: RunData) -> Figure:
         axes.set_xticks(range(len(names)), names, rotation=35, ha="right", rotation_mode="anchor")
         axes.set(xlim=(-0.7, max(len(names), 1) - 0.3), xlabel="evaluated after")
     figure.supylabel("success rate", fontsize="medium")
-    rates = RATES if _is_greedy(run) else RATES[:1]
+    is_greedy = any("greedy" in of for e in run.evaluations for of in e["success"].values())
+    rates = RATES if is_greedy else RATES[:1]
     drawing.legend(figure, [*rates, *([BASELINE] if run.results["baselines"] else [])])
     return figure
-
-
-def _is_greedy(run: RunData) -> bool:
-    return any("greedy" in of for e in run.evaluations for of in e["success"].values())
 
 
 def _draw_rates(axes: Axes, x: float, sampled: Any, greedy: Any, colour: str, pale: bool) -> None:
