@@ -33,17 +33,6 @@ def test_numbers_are_the_published_ones_of_splitmix64():
     assert drawn.tolist() == [number // 2**11 / 2**53 for number in published]
 
 
-def test_a_number_does_not_depend_on_the_shape_of_its_batch():
-    streams = np.array([stream_key(n) for n in range(6)], dtype=np.uint64)
-    table = uniforms(streams[:, None], np.arange(10)[None, :])
-    assert table.shape == (6, 10)
-    one_by_one = [
-        [uniforms(keys(int(s)), np.array([p])).item() for p in range(10)] for s in streams
-    ]
-    assert table.tolist() == one_by_one
-    assert uniforms(streams[[4, 1]], np.array([3, 9])).tolist() == [table[4, 3], table[1, 9]]
-
-
 def test_a_permutation_is_known_and_holds_every_index_once():
     assert permutation(8, 1, "train", "pass", 0) == [6, 5, 2, 7, 4, 3, 0, 1]
     assert permutation(8, 1, "train", "pass", 1) != permutation(8, 1, "train", "pass", 0)

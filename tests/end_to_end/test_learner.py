@@ -3,14 +3,11 @@
 import contextlib
 import copy
 import io
-import json
+import os
 import shutil
-from pathlib import Path
 
 import pytest
 import torch
-from accelerate import Accelerator
-from safetensors.torch import load_file
 
 from pipeline.before_grpo import before_training
 from pipeline.config.cli import parse
@@ -27,6 +24,7 @@ from scripts.proofs.grid import make_episodes, small_model
 from scripts.proofs.ranks import play_ranks
 from tests.support.helpers import start_unwatched, tokenizer
 from tests.support.messages import says
+from tests.support.warm import metrics
 
 ROWS, ADVANTAGES = make_episodes(12)
 BATCH = micro_batch([(row, 1.0, 1.0) for row in ROWS], 0)
@@ -95,6 +93,7 @@ SMALL = [
     *("--beta", "0.1", "--entropy-coef", "0.05", "--learning-rate", "3e-3", "--lora-r", "4"),
 ]
 RESUME = ["--resume-from-checkpoint"]
+LAST = "checkpoints/stage-2-retail"
 
 
 def start_run(folder, *flags):
@@ -116,138 +115,79 @@ def play_run(folder, *flags):
     return None if reference is None else parameter_hash(reference.parameters.items())
 
 
-def copied(folder, name, *checkpoints):
-    """A copy of a run's folder that holds these checkpoints alone, made by rank 0."""
-    there = folder.parent / name
-    if Accelerator().is_main_process:
-        shutil.copytree(folder, there)
+# Flags of runs, and the checkpoints with which a copy goes on from the last of them.
+RUNS = {
+    "adapters": (
+        ["--use-peft", "--reference-per-stage", "--warm-start-steps", "2"],
+        ["warm-start", "stage-1-airline", "step-000003"],
+    ),
+    "fresh": (["--warm-start-steps", "0", "--max-steps", "2"], ["stage-1-airline"]),
+    "on": (
+        [
+            *("--use-peft", "--warm-start-steps", "0", "--max-steps", "2"),
+            *("--model", "adapters/checkpoints/stage-2-retail"),
+        ],
+        ["base", "stage-1-airline"],
+    ),
+}
+
+
+def play_all(where):
+    """Each of RUNS and its copy that goes on: their references; then what is refused."""
+    os.chdir(where)
+    references, refusals = {}, {}
+    for name, (flags, kept) in RUNS.items():
+        references[name] = play_run(where / name, *SMALL, *flags)
+        there = shutil.copytree(where / name, where / f"{name}-resumed")
         for path in (there / "checkpoints").iterdir():
-            if path.is_dir() and path.name not in checkpoints:
+            if path.is_dir() and path.name not in kept:
                 shutil.rmtree(path)
-    Accelerator().wait_for_everyone()
-    return there
-
-
-def begin(where):
-    """An undisturbed run of adapters, each stage with a reference of its own."""
-    torch.manual_seed(Accelerator().process_index)  # adapters must not come from a rank's own
-    flags = ["--use-peft", "--reference-per-stage", "--warm-start-steps", "2"]
-    flags += ["--shard", "optimizer"]
-    return {"undisturbed": play_run(where / "adapters", *SMALL, *flags)}
-
-
-def resume(where):
-    """The same run, gone on with in new processes on other optimizer shards."""
-    torch.manual_seed(5)
-    kept = ("warm-start", "stage-1-airline", "step-000003")
-    there = copied(where / "adapters", "resumed", *kept)
-    found = {there.name: play_run(there, *RESUME, "step-000003", "--shard", "none")}
-    if Accelerator().is_main_process:
-        (where / "adapters").rename(where / "elsewhere")
-    Accelerator().wait_for_everyone()
-    return found
-
-
-def one_rank(where, adapters):
-    """Without `reference_per_stage` and warm start: a fresh model, and one made of adapters."""
-    flags = [*SMALL, "--warm-start-steps", "0", "--max-steps", "2"]
-    found = {"fresh": play_run(where / "fresh", *flags)}
-    there = copied(where / "fresh", "fresh-resumed", "stage-1-airline")
-    found[there.name] = play_run(there, *RESUME, "stage-1-airline")
-    found["on"] = play_run(where / "on", *flags, "--use-peft", "--model", str(adapters))
-    there = copied(where / "on", "on-resumed", "base", "stage-1-airline")
-    found[there.name] = play_run(there, *RESUME, "stage-1-airline")
-    for folder, flag in (
-        ("on-resumed", "--no-peft"),
-        ("fresh-resumed", "--use-peft"),
-        ("on-resumed", "--lora-alpha=3"),
-    ):
-        resume = [*RESUME, "stage-1-airline", "--output-dir", str(where / folder)]
+        references[there.name] = play_run(there, *RESUME, kept[-1])
+    for name, flag in REFUSED:
+        resume = [*RESUME, "stage-1-airline", "--output-dir", str(where / name)]
         said = io.StringIO()
         with contextlib.redirect_stderr(said), contextlib.redirect_stdout(io.StringIO()):
             code = command([*resume, flag, "--override"])
-        found[folder, flag] = code, said.getvalue().removeprefix("running on CPU: 1 rank\n")
-    return found
+        refusals[name, flag] = code, said.getvalue().removeprefix("running on CPU: 1 rank\n")
+    return references, refusals
+
+
+REFUSED = {  # a copy that goes on, a flag, and what the line says
+    ("on-resumed", "--no-peft"): ("use_peft: got false", "LoRA adapters", "its value"),
+    ("fresh-resumed", "--use-peft"): ("use_peft: got true", "a whole model", "its value"),
+    ("on-resumed", "--lora-alpha=3"): ("lora_alpha: got 3", "stage-1-airline", "of 32"),
+}
 
 
 @pytest.fixture(scope="module")
-def two(tmp_path_factory):
-    where = tmp_path_factory.mktemp("two-ranks")
-    results = [{}, {}]
-    for part in (begin, resume):
-        for found, result in zip(play_ranks(part, 2, where, timeout_s=300), results, strict=True):
-            assert isinstance(found, dict), found
-            result |= found
-    return where, results
+def played(tmp_path_factory):
+    where = tmp_path_factory.mktemp("runs")
+    (found,) = play_ranks(play_all, 1, where, timeout_s=300)
+    assert isinstance(found, tuple), found
+    return where, *found
 
 
-@pytest.fixture(scope="module")
-def one(two, tmp_path_factory):
-    where = tmp_path_factory.mktemp("one-rank")
-    adapters = two[0] / "elsewhere" / "checkpoints" / "stage-2-retail"
-    (found,) = play_ranks(one_rank, 1, where, adapters, timeout_s=300)
-    assert isinstance(found, dict), found
-    return where, found, adapters
+@pytest.mark.parametrize("name", RUNS)
+def test_a_resumed_run_ends_bit_by_bit_as_the_undisturbed_with_its_reference(played, name):
+    where, references, _ = played
+    folder, resumed = where / name, where / f"{name}-resumed"
+    for kind in ("train", "eval"):
+        assert metrics(resumed, kind) == metrics(folder, kind)
+    ends = [next((at / LAST).glob("*.safetensors")).read_bytes() for at in (folder, resumed)]
+    assert ends[0] == ends[1]
+    assert references[name] == references[resumed.name] is not None
 
 
-def records(folder: Path, *kinds: str):
-    lines = (folder / "metrics.jsonl").read_text().splitlines()
-    return [record for record in map(json.loads, lines) if record["kind"] in (kinds or ["train"])]
+def test_a_reference_is_that_of_its_stage_or_stays_the_model_as_it_came(played):
+    where, references, _ = played
+    for name, grows in (("adapters", [False, True] * 2), ("fresh", [False, True]), ("on", [0, 1])):
+        assert [record["train/kl"] > 0 for record in metrics(where / name)] == grows
+    fresh = TokenLogprobs(tiny_model(tokenizer(), 1), 1.0)
+    assert references["fresh"] == parameter_hash(fresh.named_parameters())
 
 
-def weights(folder: Path, stage: str = "stage-2-retail"):
-    (path,) = (folder / "checkpoints" / stage).glob("*.safetensors")
-    return load_file(path)
-
-
-def same(a, b) -> bool:
-    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
-
-
-def assert_same_run(folder: Path, undisturbed: Path) -> None:
-    assert records(folder, "train", "eval") == records(undisturbed, "train", "eval")
-    assert same(weights(folder), weights(undisturbed))
-
-
-def test_with_reference_per_stage_each_stage_starts_from_its_own_reference(two):
-    divergences = [record["train/kl"] for record in records(two[0] / "elsewhere")]
-    assert [kl > 0 for kl in divergences] == [False, True, False, True]
-    last = weights(two[0] / "elsewhere")
-    assert not same(weights(two[0] / "elsewhere", "stage-1-airline"), last)
-
-
-def test_a_run_with_adapters_resumed_on_other_shards_ends_bit_by_bit_as_undisturbed(two):
-    assert_same_run(two[0] / "resumed", two[0] / "elsewhere")
-    references = {found[name] for found in two[1] for name in ("undisturbed", "resumed")}
-    assert len(references) == 1 and None not in references
-
-
-def test_without_reference_per_stage_the_reference_stays_the_model_as_it_came(one):
-    where, found, _ = one
-    for name in ("fresh", "on"):
-        assert [record["train/kl"] > 0 for record in records(where / name)] == [False, True]
-    assert found["fresh"] == parameter_hash(fresh_model().named_parameters())
-
-
-def fresh_model():
-    return TokenLogprobs(tiny_model(tokenizer(), 1), 1.0)
-
-
-def test_without_reference_per_stage_a_resumed_run_ends_as_the_undisturbed(one):
-    where, found, _ = one
-    assert_same_run(where / "fresh-resumed", where / "fresh")
-    assert_same_run(where / "on-resumed", where / "on")
-    assert found["fresh-resumed"] == found["fresh"]
-    assert found["on-resumed"] == found["on"]
-
-
-def test_a_resume_with_another_kind_of_training_is_refused_in_one_line(one):
-    _, found, _ = one
-    for run, flag, words in (
-        ("on-resumed", "--no-peft", ("use_peft: got false", "LoRA adapters", "its value")),
-        ("fresh-resumed", "--use-peft", ("use_peft: got true", "a whole model", "its value")),
-        ("on-resumed", "--lora-alpha=3", ("lora_alpha: got 3", "stage-1-airline", "of 32")),
-    ):
-        code, said = found[run, flag]
+def test_a_resume_with_another_kind_of_training_is_refused_in_one_line(played):
+    for (run, flag), words in REFUSED.items():
+        code, said = played[2][run, flag]
         assert (code, said.count("\n")) == (2, 1)
         says(said, "error: ", *words)

@@ -1,9 +1,6 @@
 """Models as others publish them train: templates without tools, none, thinking, several ends."""
 
 import json
-import sys
-from contextlib import redirect_stdout
-from io import StringIO
 from pathlib import Path
 
 import pytest
@@ -13,8 +10,8 @@ from pipeline.config.settings import Config
 from pipeline.environments.discovery import tool_schemas
 from pipeline.environments.domains import load_domains
 from pipeline.models.tiny import CHAT_TEMPLATE, tiny_model, tiny_tokenizer
-from scripts.proofs.ranks import play_ranks
-from scripts.proofs.runs import without_report
+from tests.support.messages import says
+from tests.support.warm import play
 
 # In the style of models that were tuned to chat before tools were common.
 WITHOUT_TOOLS = """
@@ -61,27 +58,13 @@ def made(folder: Path, name: str) -> None:
     (folder / "sums_reward.py").write_text(REWARD)
 
 
-def run(folder: str, argv: list[str]) -> str:
-    """What one rank prints of a run in a folder."""
-    import os
-
-    from pipeline.run import main
-
-    os.chdir(folder)
-    sys.path.insert(0, folder)
-    with redirect_stdout(StringIO()) as said:
-        assert main([*SHORT, *argv], end=without_report) == 0
-    return said.getvalue()
-
-
 def test_a_model_without_a_template_and_with_several_ends_answers_texts(tmp_path):
     made(tmp_path, "without a template")
     argv = ["--model", "model", "--system-prompt", "Be brief.", *SUMS, "--output-dir", "sums"]
-    (said,) = play_ranks(run, 1, str(tmp_path), argv)
+    said = play(*SHORT, *argv, cwd=tmp_path, num_ranks=1).stdout
     folder = tmp_path / "sums" / "checkpoints" / "stage-1-sums"
     assert folder.is_dir(), said
-    assert "--chat-template text" in said
-    assert "by the model's files at '<|endoftext|>'" in said
+    says(said, "--chat-template text", "by the model's files at '<|endoftext|>'")
     whole = AutoTokenizer.from_pretrained(folder).apply_chat_template(
         ASKED, tokenize=False, add_generation_prompt=True
     )
@@ -92,7 +75,7 @@ def test_a_model_without_a_template_and_with_several_ends_answers_texts(tmp_path
 def test_a_model_of_others_serves_airline(name, tmp_path):
     made(tmp_path, name)
     argv = ["--model", "model", "--domains", "airline", "--output-dir", "airline"]
-    (said,) = play_ranks(run, 1, str(tmp_path), argv)
+    said = play(*SHORT, *argv, cwd=tmp_path, num_ranks=1).stdout
     folder = tmp_path / "airline" / "checkpoints" / "stage-1-airline"
     assert folder.is_dir(), said
     assert ("block of tools" in said) == (name == "without tools")

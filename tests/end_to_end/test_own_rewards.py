@@ -1,26 +1,22 @@
-"""The documented dataset and reward functions train on real ranks, within a budget of calls."""
+"""The documented dataset, reward functions and loop of one's own train on real ranks."""
 
 import base64
 import gzip
 import json
-import os
 import re
 import shlex
 import subprocess
 import sys
-from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from pipeline.report.page_episodes import read_episodes
 from pipeline.report.write import write_report
-from pipeline.run import main
-from scripts.proofs.ranks import play_ranks
-from scripts.proofs.runs import without_report
 from tests.support import ROOT
 from tests.support.endpoint import serving
-from tests.support.warm import episodes
+from tests.support.warm import episodes, jsonl, metrics, play, results
 
 PAGE = (ROOT / "docs" / "environments.md").read_text(encoding="utf-8")
 SECTION = PAGE.split("## A dataset and a reward function")[1]
@@ -29,22 +25,10 @@ ASK = "Question: {}\nAnswer: {}\nHow good is the answer, from 0 to 10? Say the n
 SHORT = [
     *("--max-steps", "2", "--tasks-per-step", "2", "--num-generations", "4"),
     *("--tasks-per-domain", "8", "--eval-tasks-per-domain", "4", "--eval-trials", "1"),
-    *("--validation-steps", "0", "--report-to", "none", "--num-gpus", "2", "--output-dir", "out"),
+    *("--validation-steps", "0", "--report-to", "none", "--output-dir", "out"),
     *("--max-tokens-per-turn", "8"),
 ]
 AGAIN = ["--resume-from-checkpoint", "latest", "--max-reward-calls", "99", "--override"]
-
-
-def run(folder: str, argv: list[str]) -> int:
-    """A rank of the run, started in this folder, where it finds the functions; its exit code."""
-    os.chdir(folder)
-    sys.path.insert(0, folder)
-    with (
-        Path(f"rank-{os.environ['RANK']}.txt").open("a") as said,
-        redirect_stdout(said),
-        redirect_stderr(said),
-    ):
-        return main(argv, end=without_report)
 
 
 def test_the_documented_functions_train_and_a_budget_of_calls_ends_the_run(
@@ -61,21 +45,19 @@ def test_the_documented_functions_train_and_a_budget_of_calls_ends_the_run(
     argv = [*words[2:], *SHORT]
 
     # An evaluation asks 2 * 4 times, sampled and greedily; a step asks for each of its 2 tasks.
-    assert play_ranks(run, 2, str(tmp_path), [*argv, "--max-reward-calls", "9"]) == [2, 2]
+    spent = play(*argv, "--max-reward-calls", "9", cwd=tmp_path, code=2)
+    assert "sums: 1600 tasks: 4 held out, 8 for training" in spent.stdout
     # The rank that comes first tells the error for both.
-    said = "".join((tmp_path / f"rank-{rank}.txt").read_text() for rank in range(2))
-    assert "sums: 1600 tasks: 4 held out, 8 for training" in said
-    assert "max_reward_calls: got 9, and reward functions were called 10 times" in said
-    assert "Traceback" not in said
+    assert "max_reward_calls: got 9, and reward functions were called 10 times" in spent.stderr
+    assert "Traceback" not in spent.stderr
     out = tmp_path / "out"
     saved = [path.name for path in sorted(out.glob("checkpoints/step-*"))]
     assert saved == ["step-000000", "step-000001"]
-    assert play_ranks(run, 2, str(tmp_path), [*argv, *AGAIN]) == [0, 0]
+    play(*argv, *AGAIN, cwd=tmp_path)
     state = json.loads((out / "checkpoints" / "stage-1-sums" / "state.json").read_text())
     assert json.dumps(state).count('"num_reward_calls": 20') == 1
 
-    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    steps = [line for line in lines if line["kind"] == "train"]
+    steps = metrics(out)
     assert [line["step"] for line in steps] == [1, 2]
     for line in steps:
         by_name = line["rewards/correct/mean"] + 0.5 * line["rewards/digits/mean"]
@@ -93,7 +75,7 @@ def test_the_documented_functions_train_and_a_budget_of_calls_ends_the_run(
     write_report(out)
     report = (out / "report.md").read_text(encoding="utf-8")
     assert re.search(r"## Rewards by name\n.*\| sums \| digits \| 0\.\d+ \|", report, re.DOTALL)
-    last = json.loads((out / "results.json").read_text())["evaluations"][-1]["success"]["sums"]
+    last = results(out)["evaluations"][-1]["success"]["sums"]
     assert set(last["rewards"]) == {"correct", "digits"}
     weighted = last["rewards"]["correct"] + 0.5 * last["rewards"]["digits"]
     assert last.get("reward", last["mean"]) == pytest.approx(weighted)
@@ -116,15 +98,13 @@ def test_the_documented_judge_is_asked_for_each_completion_alone(tmp_path: Path)
     argv += words[words.index("--reward-funcs") :]
     with serving(lambda body: f"{len(body['messages'][0]['content']) % 11}") as server:
         server.faults = [(429, "0.01"), None, (503, "0.02"), "drop", None, 429] * 3
-        argv += ["--judge-url", server.url, "--judge-model", "m", "--num-gpus", "2"]
-        spent = [*argv, "--judge-max-calls", "10"]
-        assert play_ranks(run, 2, str(tmp_path), spent) == [2, 2]
+        argv += ["--judge-url", server.url, "--judge-model", "m"]
+        spent = play(*argv, "--judge-max-calls", "10", cwd=tmp_path, code=2)
         assert sum(server.paid.values()) == 10
         more = ["--resume-from-checkpoint", "auto", "--judge-max-calls", "null"]
-        assert play_ranks(run, 2, str(tmp_path), [*argv, *more]) == [0, 0]
-    said = "".join((tmp_path / f"rank-{rank}.txt").read_text() for rank in range(2))
-    assert said.count("error: judge_max_calls: got 10, which is spent; go on with") == 1
-    assert "Traceback" not in said
+        play(*argv, *more, cwd=tmp_path)
+    assert spent.stderr.count("error: judge_max_calls: got 10, which is spent; go on with") == 1
+    assert "Traceback" not in spent.stderr
     asked = {body["messages"][0]["content"] for body in server.bodies}
     played = episodes(tmp_path / "out")
     for row in played:
@@ -146,12 +126,12 @@ def test_what_functions_log_never_makes_a_second_curve_of_a_name(tmp_path: Path)
     )
     rows = "".join(json.dumps({"prompt": f"{n} + 1 ="}) + "\n" for n in range(12))
     (tmp_path / "sums.jsonl").write_text(rows)
-    argv = ["--domains", "sums", "--tasks", "{sums: sums.jsonl}", "--reward-funcs", "logs:logs"]
-    argv += [*SHORT, "--warm-start-steps", "0", "--max-steps", "1"]
-    assert play_ranks(run, 1, str(tmp_path), [*argv, "--num-gpus", "1"]) == [0]
-    found = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").open()]
-    steps = [line for line in found if line["kind"] == "train"]
-    for line in steps:
+    argv = [
+        *("--domains", "sums", "--tasks", "{sums: sums.jsonl}", "--reward-funcs", "logs:logs"),
+        *(*SHORT, "--warm-start-steps", "0", "--max-steps", "1"),
+    ]
+    done = play(*argv, cwd=tmp_path, num_ranks=1)
+    for line in metrics(tmp_path / "out"):
         kinds = ("loss", "entropy", "accuracy", "length")
         names = [n for n in line if n.endswith(kinds) and not n.startswith("completions/")]
         assert sorted(names) == [
@@ -159,7 +139,48 @@ def test_what_functions_log_never_makes_a_second_curve_of_a_name(tmp_path: Path)
         ]
         assert line["train/accuracy"] == line["train/length"] == 1e6
         assert line["train/loss"] < 1e6 and line["train/entropy"] < 1e6
-    assert {"eval/accuracy", "eval/loss"} < {*found[0]}
-    said = (tmp_path / "rank-0.txt").read_text()
+    assert {"eval/accuracy", "eval/loss"} < {*jsonl(tmp_path / "out" / "metrics.jsonl")[0]}
+    said = done.stdout + done.stderr
     told = re.findall(r"warning: log_metric: got (\S+), which is the pipeline's", said)
     assert told == ["train/entropy", "train/loss"]
+
+
+# A loop of one's own
+
+OWN_LOOP = [
+    *("--domains", "sums", "--environments", "{sums: examples.plan_and_act:play}"),
+    *("--tasks", f"{{sums: {ROOT / 'examples' / 'one_digit_sums.jsonl'}}}"),
+    *("--max-steps", "2", "--tasks-per-step", "2", "--num-generations", "3"),
+    *("--eval-tasks-per-domain", "3", "--eval-trials", "1", "--validation-steps", "0"),
+    *("--warm-start-steps", "0", "--max-tokens-per-turn", "6", "--no-drop-zero-std-groups"),
+    *("--entropy-coef", "0.01", "--report-to", "none"),
+]
+
+
+def told(row: dict[str, Any]) -> tuple[Any, ...]:
+    return row["task_id"], row["trial"], row["reward"], row["stop_reason"], row["ids"]
+
+
+def test_an_own_loop_trains_and_draws_the_same_on_one_and_two_ranks(tmp_path: Path) -> None:
+    for number in (1, 2):
+        play(*OWN_LOOP, "--output-dir", f"out-{number}", cwd=tmp_path, num_ranks=number)
+    one, two = (episodes(tmp_path / f"out-{number}") for number in (1, 2))
+    assert len(one) == 2 * 3 + 2 * 2 * 3  # two evaluations, two steps
+    assert sorted(map(told, one)) == sorted(map(told, two))
+    for row in one:
+        roles = [message["role"] for message in row["messages"]]
+        assert roles == ["user", "assistant", "conversation", "system", "user", "assistant"]
+        assert row["num_turns"] == len(row["ids"]) == 2
+        assert row["num_sampled_tokens"] == sum(map(len, row["ids"]))
+        assert row["messages"][3]["content"] == row["messages"][1]["content"]  # the plan
+    of_one, of_two = (jsonl(tmp_path / f"out-{n}" / "metrics.jsonl") for n in (1, 2))
+    assert [line["kind"] for line in of_one] == [line["kind"] for line in of_two]
+    steps = [line for line in of_one if line["kind"] == "train"]
+    assert [line["train/grad_norm"] > 0 for line in steps] == [True, True]
+    assert [line["rollout/turns"] for line in steps] == [2.0, 2.0]
+    for mine, other in zip(of_one, of_two, strict=True):
+        assert mine.keys() == other.keys()
+        numbers = {name: value for name, value in mine.items() if isinstance(value, float)}
+        assert {name: other[name] for name in numbers} == pytest.approx(numbers, 1e-3, 1e-4)
+    found = read_episodes(tmp_path / "out-2")  # what the page's reader shows
+    assert b"conversation" in gzip.decompress(base64.b64decode(found.chunks[-1]))

@@ -17,9 +17,7 @@ from pipeline.run_state import Run, open_run
 from scripts.proofs.ranks import play_ranks
 from tests.support import ROOT, warm
 from tests.support.shared_run import FLAGS, SMALL, SharedRun, first_command
-from tests.support.warm import episodes, jsonl, metrics, play, results
-
-LAST = "checkpoints/stage-3-telecom/model.safetensors"
+from tests.support.warm import assert_same, episodes, jsonl, metrics, play, results
 
 
 def test_the_first_command_trains_on_two_ranks_and_ends_with_a_report(
@@ -30,15 +28,6 @@ def test_the_first_command_trains_on_two_ranks_and_ends_with_a_report(
     assert "running on CPU: 2 ranks, over gloo\n" in printed
     assert [record["train/grad_norm"] > 0 for record in metrics(folder)] == [True] * 3
     assert (folder / "report.html").stat().st_size > 0
-
-
-def assert_same(folder: Path, other: Path) -> None:
-    """Bit by bit, whatever the number of ranks, with no episode missing or too many."""
-    assert jsonl(folder / "metrics.jsonl") == jsonl(other / "metrics.jsonl")
-    assert (folder / LAST).read_bytes() == (other / LAST).read_bytes()
-    lines = (sorted(map(json.dumps, episodes(path))) for path in (folder, other))
-    assert next(lines) == next(lines)
-    assert results(folder)["evaluations"] == results(other)["evaluations"]
 
 
 def die(run: Run, name: str, _: Any) -> None:
@@ -67,10 +56,12 @@ def test_one_rank_makes_the_run_of_two(shared_run: SharedRun, tmp_path: Path) ->
 
 
 def test_a_run_with_lora_is_resumed_bit_by_bit(tmp_path: Path) -> None:
-    flags = [*SMALL, "--use-peft", "--domains", "airline", "--warm-start-steps", "0"]
-    flags += ["--max-steps", "2", "--tasks-per-step", "2", "--num-generations", "2"]
-    flags += ["--eval-tasks-per-domain", "1", "--no-drop-zero-std-groups", "--save-steps", "1"]
-    flags += ["--entropy-coef", "0.05", "--save-total-limit", "3"]
+    flags = [
+        *(*SMALL, "--use-peft", "--domains", "airline", "--warm-start-steps", "0"),
+        *("--max-steps", "2", "--tasks-per-step", "2", "--num-generations", "2"),
+        *("--eval-tasks-per-domain", "1", "--no-drop-zero-std-groups", "--save-steps", "1"),
+        *("--entropy-coef", "0.05", "--save-total-limit", "3"),
+    ]
     play(*flags, "--output-dir", "out", cwd=tmp_path, num_ranks=1)
     resumed = tmp_path / "resumed"
     shutil.copytree(tmp_path / "out", resumed)
@@ -94,9 +85,11 @@ def characters(completions, answer, **columns):
 def test_an_own_dataset_trains_with_its_reward(tmp_path: Path) -> None:
     (tmp_path / "my_rewards.py").write_text(REWARDS)
     shutil.copy(ROOT / "examples" / "one_digit_sums.jsonl", tmp_path / "sums.jsonl")
-    flags = [*SMALL, "--domains", "sums", "--tasks", "{sums: sums.jsonl}", "--max-steps", "1"]
-    flags += ["--reward-funcs", "my_rewards:characters", "--warm-start-steps", "0"]
-    flags += ["--tasks-per-step", "2", "--num-generations", "4", "--eval-tasks-per-domain", "2"]
+    flags = [
+        *(*SMALL, "--domains", "sums", "--tasks", "{sums: sums.jsonl}", "--max-steps", "1"),
+        *("--reward-funcs", "my_rewards:characters", "--warm-start-steps", "0"),
+        *("--tasks-per-step", "2", "--num-generations", "4", "--eval-tasks-per-domain", "2"),
+    ]
     play(*flags, "--output-dir", "out", cwd=tmp_path)
     answers = {row["prompt"]: row["answer"] for row in jsonl(tmp_path / "sums.jsonl")}
     played = episodes(tmp_path / "out")

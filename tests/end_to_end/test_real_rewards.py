@@ -3,7 +3,6 @@
 A model that has learnt to say one of three words earns one of three rewards.
 """
 
-import gzip
 import json
 import os
 import shutil
@@ -25,7 +24,10 @@ from pipeline.run_state import Run
 from scripts.proofs.ranks import play_ranks
 from scripts.proofs.runs import without_report
 from tests.support.helpers import make_task, say
+from tests.support.messages import says
 from tests.support.report_runs import make_run, matplotlib_home  # noqa: F401
+from tests.support.warm import episodes, jsonl
+from tests.support.warm import results as results_of
 
 REWARDS = {"red": -3.5, "green": 0.0, "blue": 7.2}
 
@@ -65,17 +67,13 @@ def about() -> dict[str, Any]:
 
 
 FLAGS = [
-    "--domains",
-    "lamp",
-    "--environments",
-    "{lamp: tests.end_to_end.test_real_rewards:Lamp}",
-    "--num-gpus",
-    "1",
+    *("--domains", "lamp", "--num-gpus", "1"),
+    *("--environments", "{lamp: tests.end_to_end.test_real_rewards:Lamp}"),
+    *("--eval-tasks-per-domain", "4", "--eval-trials", "2", "--validation-steps", "1"),
+    *("--validation-tasks", "3", "--tasks-per-domain", "8", "--max-tokens-per-turn", "8"),
+    *("--num-generations", "4", "--tasks-per-step", "2", "--save-steps", "1"),
+    *("--report-to", "none", "--max-steps", "2"),
 ]
-FLAGS += ["--eval-tasks-per-domain", "4", "--eval-trials", "2", "--validation-steps", "1"]
-FLAGS += ["--validation-tasks", "3", "--tasks-per-domain", "8", "--max-tokens-per-turn", "8"]
-FLAGS += ["--num-generations", "4", "--tasks-per-step", "2", "--save-steps", "1"]
-FLAGS += ["--report-to", "none", "--max-steps", "2"]
 
 
 def on_this_rank(argv: list[str], end: Callable[[Run], None]) -> tuple[int, str]:
@@ -122,43 +120,38 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     prompt = make_task(request="which colour").prompt
     lines = [{"messages": [*prompt, say(word)]} for word in REWARDS]
     (folder / "said.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    flags = ["--demonstrations", f"{{lamp: {folder / 'said.jsonl'}}}", "--warm-start-steps", "20"]
-    flags += ["--warm-start-batch-size", "4"]
+    flags = [
+        *("--demonstrations", f"{{lamp: {folder / 'said.jsonl'}}}", "--warm-start-steps", "20"),
+        *("--warm-start-batch-size", "4"),
+    ]
     said = play(folder / "run", *flags, end=finish_broken_and_whole)
     return folder / "run", said
-
-
-def transcripts(folder: Path, stage: str) -> list[dict[str, Any]]:
-    paths = sorted((folder / "trajectories" / stage).glob("*.jsonl.gz"))
-    return [json.loads(line) for path in paths for line in gzip.open(path, "rt")]
-
-
-def read(folder: Path, name: str) -> Any:
-    text = (folder / name).read_text()
-    return json.loads(text) if name.endswith(".json") else list(map(json.loads, text.splitlines()))
 
 
 def test_what_a_domain_says_of_itself_is_in_results_report_and_curriculum(
     run: tuple[Path, str],
 ) -> None:
     folder, _ = run
-    results = read(folder, "results.json")
+    results = results_of(folder)
     assert results["about"] == {"lamp": about()}
     assert results["baselines"] == {"lamp": {"nothing": -3.5, "press_twice": -3.5}}
     page = (folder / "report.md").read_text()
-    assert "| lamp | nothing | -3.50 |\n| lamp | press twice | -3.50 |" in page
-    assert "## Where the tasks come from" in page
-    assert "| lamp | colours | red, green, blue |" in page
-    (stage,) = read(folder, "curriculum.json")["stages"]
+    says(
+        page,
+        "| lamp | nothing | -3.50 |\n| lamp | press twice | -3.50 |",
+        "## Where the tasks come from",
+        "| lamp | colours | red, green, blue |",
+    )
+    (stage,) = json.loads((folder / "curriculum.json").read_text())["stages"]
     assert stage["family_shares"] == {"lamp": {"new": 1.0}}
-    assert {t["family"] for t in transcripts(folder, "lamp")} == {"new"}
+    assert {t["family"] for t in episodes(folder) if t["advantage"] is not None} == {"new"}
 
 
 def test_a_run_ends_with_its_report_and_success_is_a_share(run: tuple[Path, str]) -> None:
     folder, text = run
     said = text.rpartition("report: ")[2]
     assert "warning" not in said and "mean reward lamp  " in said
-    results = read(folder, "results.json")
+    results = results_of(folder)
     assert results["success_threshold"] == 1.0
     for entry in results["evaluations"]:
         of = entry["success"]["lamp"]
@@ -166,7 +159,7 @@ def test_a_run_ends_with_its_report_and_success_is_a_share(run: tuple[Path, str]
         assert set(rewards) <= set(REWARDS.values())
         assert of["mean"] == sum(reward == 7.2 for reward in rewards) / 8
         assert of["reward"] == pytest.approx(sum(rewards) / 8)
-    for line in read(folder, "metrics.jsonl"):
+    for line in jsonl(folder / "metrics.jsonl"):
         for place in ("eval", "validation"):
             if f"{place}/lamp/success" in line:
                 assert 0 <= line[f"{place}/lamp/success"] <= 1
@@ -175,8 +168,7 @@ def test_a_run_ends_with_its_report_and_success_is_a_share(run: tuple[Path, str]
     assert value == pytest.approx(point, abs=1e-6) and -3.5 <= low <= value <= high <= 7.2
     assert final_numbers(results)["final/lamp/reward"] == of["reward"]
     text = (folder / "report.md").read_text()
-    assert "## Mean reward" in text and "| lamp | " in text
-    assert "A trial is a success with a reward of 1 or more" in text
+    says(text, "## Mean reward", "| lamp | ", "A trial is a success with a reward of 1 or more")
     assert (folder / "report.html").is_file()
 
 
@@ -186,8 +178,8 @@ def test_an_evaluation_alone_has_the_rewards_and_a_threshold_of_its_own(
     folder, _ = run
     model = str(folder / "checkpoints" / "stage-1-lamp")
     play(tmp_path / "alone", "--model", model, "--no-grpo", "--success-threshold", "-1")
-    (alone,) = read(tmp_path / "alone", "results.json")["evaluations"]
-    last = read(folder, "results.json")["evaluations"][-1]["success"]["lamp"]
+    (alone,) = results_of(tmp_path / "alone")["evaluations"]
+    last = results_of(folder)["evaluations"][-1]["success"]["lamp"]
     of = alone["success"]["lamp"]
     assert of["tasks"] == last["tasks"] and of["reward"] == last["reward"]
     assert of["mean"] == sum(r > -3.5 for trials in of["tasks"].values() for r in trials) / 8

@@ -106,3 +106,15 @@ def episodes(folder: Path) -> list[dict[str, Any]]:
         with gzip.open(path, "rt", encoding="utf-8") as file:
             found += list(map(json.loads, file))
     return found
+
+
+def assert_same(folder: Path, other: Path) -> None:
+    """Bit by bit, whatever the number of ranks, with no episode missing or too many."""
+    assert jsonl(folder / "metrics.jsonl") == jsonl(other / "metrics.jsonl")
+    stages = sorted(other.glob("checkpoints/stage-*/model.safetensors"))
+    assert stages
+    for path in stages:
+        assert (folder / path.relative_to(other)).read_bytes() == path.read_bytes()
+    mine, others = (sorted(map(json.dumps, episodes(path))) for path in (folder, other))
+    assert mine == others
+    assert results(folder)["evaluations"] == results(other)["evaluations"]
