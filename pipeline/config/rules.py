@@ -235,7 +235,7 @@ def _curriculum(config: Config) -> Rows:
 
 def _numbers(config: Config) -> Rows:
     grpo = config.grpo
-    for name in LOSSES[grpo.loss_type]:
+    for name in LOSSES[grpo.loss_type].unused:
         yield name in changed(grpo), f"{name}: not used by loss_type {grpo.loss_type}; take it out"
     highest = 1 + grpo.upper_clip
     is_low = grpo.delta is not None and grpo.delta <= highest
@@ -285,8 +285,8 @@ CONTRADICTIONS = (
     ),
     Row(
         "epsilon_high",
-        lambda c: c.grpo.loss_type == "cispo" and c.grpo.upper_clip < 1,
-        "got {grpo.upper_clip}, the largest ratio of cispo; give 1 or more, such as 5",
+        lambda c: c.grpo.upper_clip < LOSSES[c.grpo.loss_type].least_upper_clip,
+        "got {grpo.upper_clip}, the largest ratio of {grpo.loss_type}; give 1 or more, such as 5",
     ),
     Row(
         "vllm_importance_sampling_clip_min",

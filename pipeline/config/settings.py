@@ -17,13 +17,21 @@ Difficulty = Literal["easy", "medium", "hard"]
 # Whether the stages of a curriculum are joint: have all domains. `data/curriculum.py` makes them.
 # A step of `mixed` has groups of every domain; a step of `interleaved` has groups of one domain.
 CURRICULA = {"sequential": False, "mixed": True, "interleaved": True}
-# Each loss, with the settings that it does not use. `training/grpo.py` has the formulas.
-LOSSES: dict[str, tuple[str, ...]] = {
-    "grpo": (),
-    "bnpo": (),
-    "dr_grpo": (),
-    "dapo": (),
-    "cispo": ("delta",),
+
+
+class LossFacts(NamedTuple):
+    """What is known of a loss beside its formula, which is in `training/grpo.py`."""
+
+    unused: tuple[str, ...] = ()  # settings that it does not use
+    least_upper_clip: float = 0.0  # of `epsilon_high`
+
+
+LOSSES = {
+    "grpo": LossFacts(),
+    "bnpo": LossFacts(),
+    "dr_grpo": LossFacts(),
+    "dapo": LossFacts(),
+    "cispo": LossFacts(unused=("delta",), least_upper_clip=1.0),
 }
 
 
@@ -39,6 +47,7 @@ class SamplerFacts(NamedTuple):
     is_exact: bool = True  # else the loss corrects the difference to the trainer's probabilities
     package: str = ""  # must be installed
     memory: str = ""  # the setting that is its share of a rank's memory
+    invariant_by: str = ""  # the variable that makes sums on GPUs independent of the batch
 
 
 SAMPLERS = {
@@ -56,6 +65,7 @@ SAMPLERS = {
         is_exact=False,
         package="vllm",
         memory="vllm_memory",
+        invariant_by="VLLM_BATCH_INVARIANT",
     ),
 }
 RatioLevel = Literal["token", "sequence"]

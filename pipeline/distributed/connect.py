@@ -11,7 +11,7 @@ from transformers.utils import logging as transformers_logging
 
 from pipeline.common.errors import UserError
 from pipeline.config import environment_variables
-from pipeline.config.settings import Config
+from pipeline.config.settings import Config, SamplerFacts
 from pipeline.distributed.devices import on_gpu, uses_bf16
 from pipeline.distributed.launch import CONFIGS
 from pipeline.distributed.ranks import Ranks
@@ -52,17 +52,17 @@ def _connected(config: Config) -> tuple[Accelerator, Ranks]:
     launched = int(os.environ.get("WORLD_SIZE", "1"))
     assert accelerator.num_processes == launched, "ranks do not know each other"
     if config.run.deterministic:
-        be_deterministic(config.rollout.sampler, accelerator.device)
+        be_deterministic(config.rollout.sampler_facts, accelerator.device)
     ranks = Ranks(accelerator.process_index, accelerator.num_processes, config.run.timeout)
     return accelerator, ranks
 
 
-def be_deterministic(sampler: str, device: torch.device) -> None:
-    """Make sums independent of the batch: all of them on CPUs, and those of vLLM on GPUs."""
+def be_deterministic(sampler: SamplerFacts, device: torch.device) -> None:
+    """Make sums independent of the batch: all of them on CPUs, and the sampler's on GPUs."""
     if device.type == "cpu":
         torch.set_num_threads(1)
         return
-    if sampler != "vllm":
+    if not sampler.invariant_by:
         raise UserError(
             "deterministic: works on CPU ranks, or with sampler vllm; set ACCELERATE_USE_CPU=true, "
             "or leave it"
@@ -72,4 +72,4 @@ def be_deterministic(sampler: str, device: torch.device) -> None:
             f"deterministic: vLLM needs GPUs of compute capability 8.0 or more; got "
             f"{torch.cuda.get_device_name(device)}; leave it"
         )
-    os.environ["VLLM_BATCH_INVARIANT"] = "1"
+    os.environ[sampler.invariant_by] = "1"

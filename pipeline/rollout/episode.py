@@ -156,10 +156,12 @@ class Episode:
             wake=self.shared.calls.answered.set,
             show=self._show,
         )
-        name = getattr(loop, "__name__", "play")
         try:
             trajectory.reward = await self.shared.calls.loop(
-                self.task.key, name, policy, partial(play, loop, policy, self.task)
+                self.task.key,
+                getattr(loop, "__name__", "play"),
+                policy,
+                partial(play, loop, policy, self.task),
             )
         except EnvironmentFault as fault:
             fault.outage = fault.outage or policy.lost_connection

@@ -219,7 +219,7 @@ class LoopPolicy:
         self._show(conversation.trajectory.messages[-1:])
         asked.is_malformed = bool(turn.parsed.malformed)
         self._first.num_malformed_calls += asked.is_malformed
-        message = {k: v for k, v in turn.parsed.message().items() if k in KEYS}
+        message = turn.parsed.message()
         if turn.finished:
             self._known[conversation] = [*map(_compared, (*asked.messages, message))]
         return {**deepcopy(message), "finish_reason": "stop" if turn.finished else "length"}

@@ -103,8 +103,7 @@ def _held_out_prompts(source: Demonstrations, held_out: Sequence[Task]) -> Itera
 
 
 def _other_tools(domain: Domain, tried: Sequence[Demonstration]) -> Iterator[str]:
-    schemas = domain.tools
-    if others := [one.where for one in tried if one.tools != schemas]:
+    if others := [one.where for one in tried if one.tools != domain.tools]:
         yield (
             f"demonstrations of {domain.name}: the tools of {len(others)} of {len(tried)} tried "
             "are not those of the environment, which the model gets in a rollout; leave `tools` "

@@ -94,8 +94,6 @@ class Learner:
         self._ranks = ranks
         self._config = config
         self.updater: Updater | None = None
-        # By temperature, for the comparisons with the sampler.
-        self._modules: dict[float, TokenLogprobs] = {}
         self._prompt = list[int]()  # of `check_agreement`
         self.note = fix_rotary(model, config.rollout.max_tokens)  # for the user, or empty
         self.model = model.to(accelerator.device)
@@ -167,7 +165,7 @@ class Learner:
         self._prompt = prompt
         refuse_disagreement(
             self.sampling.sampler,
-            self._trained(self._config.rollout.temperature),
+            self._module(self._config.rollout.temperature),
             self.accelerator,
             self._ranks,
             self._config,
@@ -178,15 +176,8 @@ class Learner:
         """Give the sampler the model's weights; raises RunError if it then has other weights."""
         self.sampling.sampler.load_weights(trained_weights(self.model))
         self._probe.check(
-            self.sampling.sampler, self._trained(1.0), self.accelerator, str(self._ranks.current)
+            self.sampling.sampler, self._module(1.0), self.accelerator, str(self._ranks.current)
         )
-
-    def _trained(self, temperature: float) -> TokenLogprobs:
-        module = self._modules.get(temperature)
-        if module is None or module.model is not self.model:
-            # The updater's module computes under autocast only.
-            module = self._modules[temperature] = self._module(temperature, trains_entropy=True)
-        return module
 
     def module_to_train(self) -> TokenLogprobs:
         """Return the module that an Updater trains."""
@@ -195,7 +186,7 @@ class Learner:
             recompute_layers(self.model)
         return self._module(self._config.rollout.temperature, grpo.entropy_coef > 0)
 
-    def _module(self, temperature: float, trains_entropy: bool) -> TokenLogprobs:
+    def _module(self, temperature: float, trains_entropy: bool = False) -> TokenLogprobs:
         max_tokens = self._config.rollout.max_tokens
         return TokenLogprobs(
             self.model, temperature, trains_entropy, max_tokens, sharded=self.sharded

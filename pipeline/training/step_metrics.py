@@ -246,8 +246,8 @@ class Meter:
         return {**rates(total, self._ranks.num_ranks), "perf/peak_memory_mb": max(memories)}
 
     def _counters(self) -> dict[str, float]:
-        sampling: Any = self._rollout.policy
-        phases: dict[str, Any] = {"sample": sampling.sampler, "update": self._updater}
+        policy: Any = self._rollout.policy
+        phases: dict[str, Any] = {"sample": policy.sampler, "update": self._updater}
         return {
             **{f"{name}_s": self._ranks.seconds[name] for name in ("sample", "update", "wait")},
             "environment_s": self._rollout.environment_s,

@@ -54,14 +54,17 @@ class Sampler(ScriptedSampler):
         self.scripts = Scripts(scripts)
 
 
-def play(loop, *scripts, limits=LIMITS, deterministic=False, trials=1, **settings):
+def play(loop, *scripts, deterministic=False, trials=1, **settings):
     """The trajectories of a loop's episodes; each conversation has a script."""
-    limits = limits.model_copy(update=settings)
-    sampler = Sampler(scripts)
+    limits = LIMITS.model_copy(update=settings)
+    return play_with(Sampler(scripts), loop, limits, trials, deterministic=deterministic)
+
+
+def play_with(sampler, loop, limits=LIMITS, trials=1, **further):
+    """The trajectories of the episodes of a loop, or of a domain with a loop."""
     policy = SamplerPolicy(sampler, chat(), limits)
-    rollout = Rollout(
-        policy, chat(), {"desk": Domain(name="desk", loop=loop)}, limits, deterministic
-    )
+    domain = loop if isinstance(loop, Domain) else Domain(name="desk", loop=loop)
+    rollout = Rollout(policy, chat(), {"desk": domain}, limits, **further)
     task = make_task(columns=json.dumps({"answer": "blue"}))
     requests = [RolloutRequest(task=task, trial=n, key=n) for n in range(trials)]
     trajectories = rollout(requests)
@@ -207,12 +210,7 @@ def test_the_numbers_of_a_conversation_do_not_depend_on_when_it_begins():
         return loop
 
     for order in ((0, 1, 1), (1, 0, 1)):
-        sampler = Watched([[say("x")]] * 3)
-        policy = SamplerPolicy(sampler, chat(), LIMITS)
-        rollout = Rollout(
-            policy, chat(), {"desk": Domain(name="desk", loop=loop_with(order))}, LIMITS
-        )
-        rollout([RolloutRequest(task=make_task(), trial=0, key=7)])
+        play_with(Watched([[say("x")]] * 3), loop_with(order))
     first, second = keys[:3], keys[3:]
     assert len(set(first)) == 3
     assert (second[0], second[1], second[2]) == (first[1], first[0], first[2])
@@ -242,12 +240,8 @@ class Held(Sampler):
 def play_held(loop, *scripts, held=1, trials=1, deterministic=False):
     """The first episode, and the sampler, whose event is the loop's third argument."""
     sampler = Held(scripts, held)
-    policy = SamplerPolicy(sampler, chat(), LIMITS)
-    domain = Domain(name="desk", loop=partial(loop, goes_on=sampler.goes_on))
-    rollout = Rollout(policy, chat(), {"desk": domain}, LIMITS, deterministic)
-    requests = [RolloutRequest(task=make_task(), trial=n, key=n) for n in range(trials)]
-    episodes = rollout(requests)
-    assert sampler.num_open == 0 and policy.num_waiting == 0
+    loop = partial(loop, goes_on=sampler.goes_on)
+    episodes = play_with(sampler, loop, trials=trials, deterministic=deterministic)
     return episodes[0], sampler
 
 
@@ -469,9 +463,7 @@ def test_the_time_of_the_sampler_does_not_count():
         return 1.0
 
     limits = LIMITS.model_copy(update={"call_timeout": SHORT_S})
-    policy = SamplerPolicy(Slow([[say("x")]] * 2), chat(), limits)
-    rollout = Rollout(policy, chat(), {"desk": Domain(name="desk", loop=loop)}, limits)
-    (episode,) = rollout([RolloutRequest(task=make_task(), trial=0, key=0)])
+    (episode,) = play_with(Slow([[say("x")]] * 2), loop, limits)
     assert (episode.reward, episode.error) == (1.0, "")
 
 
@@ -596,10 +588,7 @@ def test_reward_functions_are_not_called_for_a_loop():
         return 0.5
 
     rewards = RewardFunctions([RewardFunction("never", never)], 5.0)
-    policy = SamplerPolicy(Sampler([[say("x")]]), chat(), LIMITS)
-    domains = {"desk": Domain(name="desk", loop=loop)}
-    rollout = Rollout(policy, chat(), domains, LIMITS, rewards=rewards)
-    (episode,) = rollout([RolloutRequest(task=make_task(), trial=0, key=0)])
+    (episode,) = play_with(Sampler([[say("x")]]), loop, rewards=rewards)
     assert (episode.reward, episode.rewards, episode.left_out) == (0.5, {"loop": 0.5}, "")
 
 
@@ -616,9 +605,7 @@ def test_a_coroutine_function_is_a_domain(tmp_path, monkeypatch):
     factory = {"factory": "plans:play", "arguments": {"style": "long"}}
     data = {"domains": ["desk"], "environments": {"desk": factory}, "tasks": {"desk": "x.jsonl"}}
     domain = load_domains(Config(data=data))["desk"]
-    policy = SamplerPolicy(Sampler([[say("long")]]), chat(), LIMITS)
-    rollout = Rollout(policy, chat(), {"desk": domain}, LIMITS)
-    (episode,) = rollout([RolloutRequest(task=make_task(), trial=0, key=0)])
+    (episode,) = play_with(Sampler([[say("long")]]), domain)
     assert (episode.reward, episode.messages[0]["content"]) == (1.0, "long")
 
 

@@ -19,6 +19,7 @@ from pipeline.common.errors import UserError, nearest
 from pipeline.common.untrusted import read_file, shown
 from pipeline.data.tasks import Message
 from pipeline.environments.domains import Domain
+from pipeline.models.chat.template_checks import CALL, PROBE_TOOLS, RESULT
 
 MAX_TEMPLATE_BYTES = 1 << 20
 MARK = "{#- The chat template follows. -#}"  # stands between the part in front and a template
@@ -123,20 +124,11 @@ OWN = {
 Rendering = tuple[Sequence[Message], dict[str, Any], str]  # messages, options, a text in it
 _ASKED: Message = {"role": "user", "content": "probe_user"}
 _SYSTEM: Message = {"role": "system", "content": "probe_system"}
-_PARAMETERS = {"type": "object", "properties": {}}
-_FUNCTION = {"name": "probe_tool", "description": "", "parameters": _PARAMETERS}
-_TOOLS = {"tools": [{"type": "function", "function": _FUNCTION}]}
-_CALL = {"type": "function", "function": {"name": "probe_tool", "arguments": {"x": "y"}}}
-_CALLED: list[Message] = [
-    _ASKED,
-    {"role": "assistant", "content": "", "tool_calls": [_CALL]},
-    {"role": "tool", "name": "probe_tool", "content": "probe_result"},
-]
 # What a template must be able to render.
 _REQUEST: Rendering = ([_ASKED], {}, "probe_user")
 _POLICY: Rendering = ([_SYSTEM, _ASKED], {}, "probe_system")
-_OFFERED: Rendering = ([_ASKED], _TOOLS, "probe_tool")
-_RESULT: Rendering = (_CALLED, {}, "probe_result")
+_OFFERED: Rendering = ([_ASKED], {"tools": PROBE_TOOLS}, "probe_tool")
+_ANSWERED: Rendering = ([_ASKED, CALL, RESULT], {}, "probe_result")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -191,7 +183,7 @@ def fit_template(
             return False
 
     is_text = TOOLS_BEGIN in before
-    if needs.tools and not is_text and (tools_as_text or not fits(_OFFERED, _RESULT)):
+    if needs.tools and not is_text and (tools_as_text or not fits(_OFFERED, _ANSWERED)):
         before += TOOLS
         notes.append(
             "the chat template gets a block of tools: their signatures stand in the system "

@@ -29,6 +29,7 @@ from pipeline.models.chat.fitting import (
     EVERYTHING,
     TOOLS_BEGIN,
     Needs,
+    body_of,
     clock_of,
     fit_template,
     held_clock,
@@ -317,7 +318,9 @@ class Chat:
 
     def _find_reader(self) -> None:
         try:
-            self._reader = response_template_of(self.tokenizer)
+            self._reader = response_template_of(
+                self.tokenizer, body_of(self.tokenizer.chat_template)
+            )
             # If parsing would return the generation prompt as content, the prefix is empty.
             if self._reader is not None:
                 nothing = parse_response(self.end_of_turn, self._reader, prefix=self._opening)

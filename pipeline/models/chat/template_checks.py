@@ -43,15 +43,15 @@ def _text(number: int, count: int = MIN_WORDS) -> str:
 
 
 ASKED: Message = {"role": "user", "content": "-"}
-_TOOLS = [_tool("probe_tool")]
+PROBE_TOOLS = [_tool("probe_tool")]
 STUB_TURN = [ASKED, _say(STUB)]
 
 _REQUEST: Message = {"role": "user", "content": "a longer request"}
 _POLICY: Message = {"role": "system", "content": "a policy"}
 _ANSWER = _say("an answer")
 CALL = _say("", ("probe_tool", {"x": "y"}))
-_RESULT: Message = {"role": "tool", "name": "probe_tool", "content": "probe_result"}
-_LONG = [_POLICY, _REQUEST, *[CALL, _RESULT, CALL, _RESULT, _ANSWER, _REQUEST] * 6]
+RESULT: Message = {"role": "tool", "name": "probe_tool", "content": "probe_result"}
+_LONG = [_POLICY, _REQUEST, *[CALL, RESULT, CALL, RESULT, _ANSWER, _REQUEST] * 6]
 _ANSWERS = {
     "an empty answer": _say(""),
     "a thought": _say("<think>\nhm\n</think>\n\nyes"),
@@ -65,7 +65,7 @@ _CONVERSATIONS: dict[str, list[Message]] = {
     "another request": [_REQUEST, _ANSWER],
     "a system prompt": [_POLICY, ASKED, _ANSWER],
     "an earlier turn": [ASKED, _ANSWER, _REQUEST, _ANSWER],
-    "an earlier tool result": [ASKED, CALL, _RESULT, _ANSWER],
+    "an earlier tool result": [ASKED, CALL, RESULT, _ANSWER],
     "many turns": [*_LONG, _ANSWER],
     **{what: [ASKED, answer] for what, answer in _ANSWERS.items()},
     **{f"{what} after many turns": [*_LONG, answer] for what, answer in _ANSWERS.items()},
@@ -73,8 +73,8 @@ _CONVERSATIONS: dict[str, list[Message]] = {
 _TALK = [_POLICY, ASKED, _REQUEST, _ANSWER]  # messages of domains without tools
 _REPLIES: list[list[Message]] = [
     [{"role": "user", "content": _text(0)}],
-    [{**_RESULT, "content": _text(0)}],
-    [{**_RESULT, "content": _text(number)} for number in range(2)],
+    [{**RESULT, "content": _text(0)}],
+    [{**RESULT, "content": _text(number)} for number in range(2)],
 ]
 _THOUGHT = "probe_thought"
 _ANSWERED = "probe_answer"
@@ -131,7 +131,7 @@ def check_deltas(render: Render, after_stub: Callable[[str], str], has_tools: bo
     for replies in _REPLIES if has_tools else _REPLIES[:1]:
         delta = after_stub(render([*STUB_TURN, *replies], add_generation_prompt=True))
         is_whole = _WORD.findall(delta) == [w for r in replies for w in r["content"].split()]
-        offers = (None, _TOOLS) if has_tools else (None,)
+        offers = (None, PROBE_TOOLS) if has_tools else (None,)
         for tools, (what, before) in product(offers, conversations.items()):
             if replies[0]["role"] == "user" and "tool_calls" in before[-1]:
                 continue
@@ -154,7 +154,7 @@ def refuse_random(template: str) -> None:
 
 def talks(has_tools: bool, has_replies: bool) -> list[list[Message]]:
     """Return conversations of messages that domains have, some longer than those of a run."""
-    turns = [CALL, _RESULT, CALL, _RESULT, _ANSWER, _REQUEST] if has_tools else [_ANSWER, _REQUEST]
+    turns = [CALL, RESULT, CALL, RESULT, _ANSWER, _REQUEST] if has_tools else [_ANSWER, _REQUEST]
     long = [_POLICY, _REQUEST, *turns * 25]
     return [[_REQUEST], *([long, long[1:]] if has_tools or has_replies else [])]
 

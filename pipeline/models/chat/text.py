@@ -11,7 +11,6 @@ from transformers.utils.chat_parsing.response_templates import ResponseTemplate
 
 from pipeline.common.untrusted import is_plain, parse_json
 from pipeline.data.tasks import Message
-from pipeline.models.chat.fitting import body_of
 
 THINK = "<think>"
 MAX_NOTATION = 8192  # most characters of a non-JSON call, whose parsing takes quadratic time
@@ -85,13 +84,15 @@ def parse_with(
     return Parsed(content=content.strip(), calls=calls)
 
 
-def response_template_of(tokenizer: Any) -> ResponseTemplate | None:
-    """Return the tokenizer's own response template, else the template in TRL, else None."""
+def response_template_of(tokenizer: Any, body: str) -> ResponseTemplate | None:
+    """Return the tokenizer's own response template, else the template in TRL, else None.
+
+    TRL compares whole chat templates: `body` is what stands behind the part in front.
+    """
     if getattr(tokenizer, "response_template", None) is None:
         from trl import chat_template_utils as known
 
         template = tokenizer.chat_template
-        body = body_of(template)  # TRL compares whole templates
         tokenizer.chat_template = body
         try:
             # TRL has no response templates for the training variants of its chat templates.

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, MixtralConfig, Qwen3MoeConfig
 
 from pipeline.common.errors import EngineError, RunError, UserError
-from pipeline.config.settings import ModelSettings, RolloutSettings
+from pipeline.config.settings import SAMPLERS, ModelSettings, RolloutSettings
 from pipeline.distributed.connect import be_deterministic
 from pipeline.models import lora
 from pipeline.models.sampling_copy import trained_weights
@@ -392,7 +392,7 @@ def test_a_deterministic_run_on_gpus_asks_vllm_for_batch_invariance(
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "T4")
     with pytest.raises(UserError, match=why) if why else nullcontext():
-        be_deterministic(sampler, torch.device("cuda"))
+        be_deterministic(SAMPLERS[sampler], torch.device("cuda"))
     assert os.environ["VLLM_BATCH_INVARIANT"] == ("0" if why else "1")
 
 
