@@ -1,6 +1,6 @@
 """The correction of an inexact sampler in the update: ranks, layouts, iterations, little memory."""
 
-from functools import cache, partial
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -9,7 +9,7 @@ from accelerate import Accelerator
 
 from pipeline.config.settings import Config
 from pipeline.distributed.ranks import Ranks
-from pipeline.train import update
+from pipeline.train import warn_of_disagreement
 from pipeline.training.token_logprobs import TokenLogprobs
 from pipeline.training.updater import Reference, Updater
 from scripts.proofs.grid import in_float64, make_episodes, make_trajectory, small_model
@@ -19,11 +19,6 @@ MODES = ["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
 GROUP = 8
 RATE = 1e-3
 RATIO, GAP = "train/importance_sampling_ratio_", "train/sampling_logp_difference_"
-LAYOUTS = [
-    {"padding_free": True},
-    {"max_tokens_per_microbatch": 90},
-    {"max_tokens_per_microbatch": 90, "share_prefixes": False},
-]
 
 
 def of_proof(modes, *late):
@@ -78,11 +73,6 @@ def updated(options, dtype=torch.float64, num_steps=1):
     return found, parameters.tolist(), ranks.bytes.get("messages", 0)
 
 
-@cache
-def on_one_rank(mode):
-    return updated({"vllm_importance_sampling_mode": mode})
-
-
 @pytest.mark.parametrize("mode", of_proof(MODES, *MODES[:3]))
 def test_two_balanced_ranks_correct_as_one_rank_does(mode):
     options = {"vllm_importance_sampling_mode": mode, "beta": 0.1}
@@ -112,17 +102,6 @@ def test_deterministic_updates_correct_alike_bit_by_bit_on_one_and_two_ranks():
     assert one[1] == two[1] == parameters
 
 
-@pytest.mark.parametrize("mode", of_proof(["token_mask", "sequence_truncate"], "token_mask"))
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_the_correction_is_the_same_in_every_layout(layout, mode):
-    options = {"vllm_importance_sampling_mode": mode}
-    statistics, parameters, _ = on_one_rank(mode)
-    found, its_parameters, _ = updated(options | layout)
-    assert its_parameters == pytest.approx(parameters, abs=1e-11)
-    for one, other in zip(found, statistics, strict=True):
-        assert one == pytest.approx(other, rel=1e-6)
-
-
 def test_with_an_exact_sampler_nothing_is_corrected():
     samplers = ("vllm", "auto", "own", "generate")
     assert [config_of(name).corrects_sampling for name in samplers] == [True, False, False, False]
@@ -131,42 +110,6 @@ def test_with_an_exact_sampler_nothing_is_corrected():
     assert found == plain
     assert not any(name.startswith(RATIO) for name in found[0][0])
     assert found[0][1][GAP + "mean"] != found[0][0][GAP + "mean"]  # of the policy now
-
-
-def step(gap, ratio, lines, corrects=True, **grpo):
-    """Statistics of a step of three updates; the first has the gap and the ratio."""
-    config = config_of(vllm_importance_sampling_correction=corrects, learning_rate=1e-3, **grpo)
-    seen = []
-
-    def update_policy(*_, is_last):
-        seen.append(is_last)
-        of_ratio = {f"{RATIO}mean": ratio * len(seen)} if corrects else {}
-        return {"train/skipped": 0.0, f"{GAP}mean": gap * len(seen), **of_ratio}
-
-    nothing = SimpleNamespace(rest=lambda: None)
-    training = SimpleNamespace(
-        config=config,
-        state=SimpleNamespace(step=0),
-        learning_rate=1e-3,
-        ranks=Ranks(0, 1, 60),
-        learner=SimpleNamespace(
-            sampling=SimpleNamespace(sampler=nothing),
-            sync_weights=lambda: None,
-            updater=SimpleNamespace(update_policy=update_policy),
-        ),
-        accelerator=SimpleNamespace(mixed_precision="no"),
-        say=lines.append,
-        warned_of=set(),
-    )
-    stage = SimpleNamespace(name="airline", first_step=0, num_steps=10)
-    batch = SimpleNamespace(trajectories=[], samples=[])
-    statistics = update(training, stage, batch)
-    assert seen == [False, False, True]
-    told = [*lines]
-    seen.clear()
-    update(training, stage, batch)
-    assert lines == told  # each line comes once
-    return statistics
 
 
 NAN = float("nan")
@@ -194,7 +137,13 @@ def test_a_sampler_that_disagrees_or_a_correction_that_leaves_nothing_is_a_line(
     corrects, gap, ratio, limit, expected
 ):
     lines = []
-    step(gap, ratio, lines, corrects, max_sampling_logp_difference=limit)
+    clips = {"max_sampling_logp_difference": limit}
+    config = config_of(vllm_importance_sampling_correction=corrects, **clips)
+    run = SimpleNamespace(config=config, say=lines.append, warned_of=set())
+    run.accelerator = SimpleNamespace(mixed_precision="no")
+    statistics = {f"{GAP}mean": gap} | ({f"{RATIO}mean": ratio} if corrects else {})
+    for _ in range(2):  # each line comes once
+        warn_of_disagreement(run, "warning: step 1:", statistics)
     assert len(lines) == len(expected)
     for line, part in zip(lines, expected, strict=True):
         assert line.startswith(f"warning: step 1: {part}")

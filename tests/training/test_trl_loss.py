@@ -183,16 +183,6 @@ def make_trainer(settings, folders, episodes, rewards=REWARDS, **options):
     return trainer
 
 
-def inputs_of(trainer, episodes):
-    """TRL's tensors of the episodes: prompts padded on the left, completions on the right."""
-    inputs = trainer._generate_and_score_completions([{"prompt": "a"}] * len(episodes))
-    inputs["advantages"] = torch.tensor([advantage for _, advantage in episodes])
-    inputs["old_per_token_logps"] = old = torch.zeros(inputs["completion_ids"].shape)
-    for number, (row, _) in enumerate(episodes):
-        old[number, : len(row.logprobs)] = torch.tensor(row.logprobs)
-    return inputs
-
-
 def gradients(model):
     assert all(parameter.grad.dtype == torch.float64 for parameter in model.parameters())
     return [parameter.grad for parameter in model.parameters()]
@@ -207,23 +197,20 @@ def move(model):
     return model
 
 
-def trls_corrected(settings, folders, episodes):
-    """TRL's loss, gradients and metrics where vLLM has sampled the episodes."""
+def trls(settings, folders, episodes, corrects=False):
+    """TRL's loss, gradients and metrics; `corrects`: where vLLM has sampled the episodes."""
     trainer = make_trainer(settings, folders, episodes)
-    trainer.use_vllm = True
+    trainer.use_vllm = corrects
+    # prompts padded on the left, completions on the right
     inputs = trainer._generate_and_score_completions([{"prompt": "a"}] * len(episodes))
     inputs["advantages"] = torch.tensor([advantage for _, advantage in episodes])
-    move(trainer.model)
+    if corrects:
+        move(trainer.model)
+    else:
+        inputs["old_per_token_logps"] = old = torch.zeros(inputs["completion_ids"].shape)
+        for number, (row, _) in enumerate(episodes):
+            old[number, : len(row.logprobs)] = torch.tensor(row.logprobs)
     loss = trainer._compute_loss(trainer.model, inputs)
-    loss.backward()
-    metrics = {name: values[-1] for name, values in trainer._metrics["train"].items()}
-    return loss.item(), gradients(trainer.model), metrics
-
-
-def trls(settings, folders, episodes, **options):
-    """TRL's loss, gradients and metrics."""
-    trainer = make_trainer(settings, folders, episodes, **options)
-    loss = trainer._compute_loss(trainer.model, inputs_of(trainer, episodes))
     assert loss.dtype == torch.float64
     loss.backward()
     metrics = {name: values[-1] for name, values in trainer._metrics["train"].items()}
@@ -330,26 +317,6 @@ def test_the_loss_and_its_gradient_are_trls(
             assert found == pytest.approx(metrics[f"clip_ratio/{at}_mean"], rel=TOLERANCE) and found
 
 
-@pytest.mark.parametrize(
-    ("level", "padding_free"),
-    [
-        ("token", True),
-        ("sequence", False),
-        pytest.param("token", False, marks=pytest.mark.proof),
-        pytest.param("sequence", True, marks=pytest.mark.proof),
-    ],
-)
-@pytest.mark.parametrize("loss_type", LOSS_TYPES)
-def test_in_many_micro_batches_it_is_still_trls_of_one_batch(
-    episodes, tmp_path, reference_folder, loss_type, level, padding_free
-):
-    settings = settings_of(loss_type, level, "everything")
-    expected, its_gradients, _ = trls(settings, (tmp_path, reference_folder), episodes)
-    loss, found, _ = ours(settings, episodes, 40, padding_free)
-    assert loss == pytest.approx(expected, rel=TOLERANCE)
-    assert largest_difference(found, its_gradients) < TOLERANCE
-
-
 # Ratios of tokens, and of sequences, that the clips of the correction truncate or mask
 CLIPS = {"token": (0.6, 1.7), "sequence": (0.02, 3.0)}
 CORRECTED = [
@@ -378,7 +345,7 @@ def test_the_corrected_loss_and_its_gradient_are_trls(
 ):
     settings, folders = corrected(loss_type, mode, level), (tmp_path, reference_folder)
     plain, _, _ = ours(settings, episodes)
-    loss, found, metrics = trls_corrected(settings, folders, episodes)
+    loss, found, metrics = trls(settings, folders, episodes, corrects=True)
     for layout in ((40, True), (100, False, True)):
         own, its_gradients, stats = ours(settings, episodes, *layout, corrects=True)
         assert own == pytest.approx(loss, rel=TOLERANCE)
@@ -412,7 +379,7 @@ def test_with_the_correction_the_corrected_divergence_is_still_trls(
 ):
     """Its factor is the ratio to the trainer's own policy before the step."""
     settings = corrected("grpo", "sequence_truncate", use_bias_correction_kl=True)
-    loss, found, _ = trls_corrected(settings, (tmp_path, reference_folder), episodes)
+    loss, found, _ = trls(settings, (tmp_path, reference_folder), episodes, corrects=True)
     own, its_gradients, _ = ours(settings, episodes, 40, corrects=True)
     assert own == pytest.approx(loss, rel=TOLERANCE)
     assert largest_difference(its_gradients, found) < TOLERANCE

@@ -8,9 +8,10 @@ from pipeline.config.settings import Config, GRPOSettings, RunSettings
 from pipeline.data.curriculum import learning_rate_at
 from pipeline.distributed.ranks import Ranks
 from pipeline.training.grpo import grpo_loss
+from pipeline.training.micro_batches import make_plan
 from pipeline.training.token_logprobs import TokenLogprobs
 from pipeline.training.updater import Updater
-from scripts.proofs.grid import make_episodes, make_trajectory, small_model
+from scripts.proofs.grid import in_float64, make_episodes, make_trajectory, small_model
 from scripts.proofs.ranks import play_ranks
 
 
@@ -26,13 +27,6 @@ def updater_of(model, **grpo) -> Updater:
 
 def flat(model):
     return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
-
-
-def test_different_advantages_teach_and_equal_rewards_do_not():
-    rows, _ = make_episodes(8)
-    model = small_model()
-    assert updater_of(model).update_policy(rows, [0.0] * 8, 1e-3)["train/grad_norm"] == 0.0
-    assert torch.equal(flat(model), flat(small_model()))
 
 
 def test_episodes_that_are_not_kept_take_no_part():
@@ -187,3 +181,54 @@ def test_all_conversations_of_an_episode_have_its_advantage_and_share_its_weight
     }[loss_type]
     wanted = dict.fromkeys((2, 3), (0.5, of_plain)) | dict.fromkeys(range(4, 8), (-2.0, of_several))
     assert seen == {token: pytest.approx(pair) for token, pair in wanted.items()}
+
+
+# Sequences that move to other ranks
+
+
+def unmoved(costs):
+    return [[rank] * (len(row) // 2) for rank, row in enumerate(costs)]
+
+
+@pytest.mark.parametrize(
+    "costs",
+    [
+        [[40, 40], [39, 39]],  # even enough
+        [[40, 40], []],  # one sequence cannot be cut
+        [[], [40, 40]],
+        [[40, 40, 40, 1], []],  # both need the common prefix
+        [[10, 10]],
+        [[], []],
+    ],
+)
+def test_nothing_moves_where_that_would_not_help(costs):
+    assert make_plan(costs) == unmoved(costs)
+
+
+def lopsided(balance_ranks):
+    """Statistics and parameters after an update, and counts of this rank.
+
+    Of two ranks the first has three groups, and the second one.
+    """
+    accelerator, model = Accelerator(), in_float64(small_model())
+    ranks = Ranks(accelerator.process_index, accelerator.num_processes, 60)
+    config = Config.model_validate({"grpo": {"balance_ranks": balance_ranks}})
+    updater = Updater(accelerator, TokenLogprobs(model, 1.0), ranks, config)
+    rows, advantages = make_episodes(32)
+    mine = slice(24 * ranks.rank, 24 + 8 * ranks.rank if ranks.num_ranks > 1 else 32)
+    statistics = updater.update_policy(rows[mine], advantages[mine], 1e-3)
+    parameters = [p.detach().flatten() for p in model.parameters()]
+    return statistics, torch.cat(parameters).tolist(), updater.num_tokens, dict(ranks.bytes)
+
+
+def test_an_update_is_the_same_after_groups_have_moved_and_its_work_even():
+    (_, _, most, first), (_, _, least, second) = play_ranks(lopsided, 2, False)
+    assert most > 2 * least and "messages" not in first | second
+    one, two = play_ranks(lopsided, 2, True)
+    assert max(one[2], two[2]) < 1.05 * (one[2] + two[2]) / 2
+    assert 0 < one[3]["messages"] < 10_000 and two[3]["messages"] == 0
+    assert one[3]["gradients"] == two[3]["gradients"] == 8 * len(one[1])
+    statistics, parameters, _, nothing = lopsided(True)
+    assert nothing == {}
+    assert one[0] == two[0] == pytest.approx(statistics, rel=1e-6)
+    assert one[1] == two[1] == pytest.approx(parameters, abs=1e-12)
