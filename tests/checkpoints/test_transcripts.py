@@ -4,11 +4,9 @@ import gzip
 import json
 from dataclasses import asdict
 
-import pytest
-
 from pipeline.checkpoints.transcripts import read_records
-from pipeline.common.errors import UserError
 from pipeline.rollout.trajectory import Trajectory
+from tests.support.messages import refusal, says
 
 RECORD = Trajectory(domain="d", task_id="t").record()
 
@@ -24,5 +22,4 @@ def test_each_rank_reads_its_share_and_a_damaged_file_is_refused(tmp_path):
     broken = [gzip.compress(text) for text in (b"[]\n", b"{}\n", b'{"domain"')]
     for content in (*broken, whole[:-9]):
         path.write_bytes(content)
-        with pytest.raises(UserError, match=r"rank-2\.jsonl\.gz cannot be read as transcripts"):
-            read_records(tmp_path, 0, 2)
+        says(refusal(read_records, tmp_path, 0, 2), "rank-2.jsonl.gz cannot be read as transcripts")

@@ -29,7 +29,7 @@ from pipeline.environments.embedded.airline import AirlineEnvironment
 from pipeline.environments.embedded.airline import generate_tasks as airline_tasks
 from pipeline.environments.task_sets import split_source
 from tests.support.helpers import embedded, save_tasks
-from tests.support.messages import says
+from tests.support.messages import refusal, says
 
 PROMPT = [{"role": "system", "content": "bank"}, {"role": "user", "content": "my card is lost"}]
 ROW = {"id": "a", "prompt": PROMPT, "payload": {"card": "lost"}}
@@ -56,18 +56,6 @@ def write(tmp_path):
     return write
 
 
-def refusal(path) -> str:
-    """What the user reads, without the folder."""
-    with pytest.raises(UserError) as caught:
-        load_tasks(path, "bank")
-    message = str(caught.value)
-    assert "\n" not in message
-    return message.replace(f"{path.parent}/", "")
-
-
-# a task
-
-
 # files
 
 
@@ -87,16 +75,6 @@ def test_an_array_is_read_under_either_name(write):
 def test_a_payload_may_be_json_text_and_is_kept_as_it_is(write):
     path = write("tasks.jsonl", {**ROW, "payload": '{ "b": 1,  "a": 2 }'})
     assert load_tasks(path, "bank")[0].payload == '{ "b": 1,  "a": 2 }'
-
-
-def test_any_text_survives_saving(tmp_path):
-    """Line separators of Unicode are no line ends of a JSONL file."""
-    text = "one\u2028two\u2029three\x85four\x0bfive\nsix \U0001f600 \"'\\ <|im_end|>"
-    prompt = ({"role": "user", "content": text},)
-    tasks = [Task(domain="bank", id=text, prompt=prompt, payload=json.dumps({"x": text}))]
-    save_tasks(tasks, tmp_path / "bank.jsonl")
-    (read,) = load_tasks(tmp_path / "bank.jsonl", "bank")
-    assert (read.id, read.prompt, json.loads(read.payload)) == (text, prompt, {"x": text})
 
 
 @pytest.mark.parametrize(
@@ -127,7 +105,7 @@ def test_any_text_survives_saving(tmp_path):
     ],
 )
 def test_what_is_wrong_with_a_task_is_named_with_its_place(write, row, words):
-    says(refusal(write("tasks.jsonl", row)), "tasks.jsonl, line 1", *words)
+    says(refusal(load_tasks, write("tasks.jsonl", row), "bank"), "tasks.jsonl, line 1", *words)
 
 
 def test_line_ends_of_windows_and_wide_characters_do_not_move_a_row(write):
@@ -182,13 +160,6 @@ def dataset_tasks(dataset):
     return tasks_of(DatasetRows(dataset, "bank, train"), "bank")
 
 
-def dataset_refusal(dataset) -> str:
-    with pytest.raises(UserError) as caught:
-        dataset_tasks(dataset)
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
-
-
 def test_a_dataset_gives_the_tasks_that_its_rows_would_give_in_a_file(write):
     """Although Arrow gives every message the keys of all, and every row all columns."""
     call = {"type": "function", "function": {"name": "look", "arguments": {"card": "A1"}}}
@@ -208,7 +179,7 @@ def test_a_dataset_gives_the_tasks_that_its_rows_would_give_in_a_file(write):
 
 def test_payloads_that_arrow_may_have_altered_are_refused():
     first, second = {**ROW, "payload": {"card": "x", "n": 1}}, {**ROW, "id": "b"}
-    said = dataset_refusal(Dataset.from_list([first, second]))
+    said = refusal(dataset_tasks, Dataset.from_list([first, second]))
     says(said, "bank, train: payload", "struct", "as JSON text")
     features = Features(
         {"id": Value("string"), "prompt": [{n: Value("string") for n in ROW["prompt"][0]}]}
@@ -222,7 +193,7 @@ def test_payloads_that_arrow_may_have_altered_are_refused():
 
 def test_what_is_wrong_with_a_row_of_a_dataset_is_named_with_its_place():
     def of(*rows):
-        return dataset_refusal(Dataset.from_list(list(rows)))
+        return refusal(dataset_tasks, Dataset.from_list(list(rows)))
 
     text = {**ROW, "payload": "{}"}
     says(of(text, {**text, "id": None}), "bank, train[1]: id", "got None", "give")
@@ -231,7 +202,7 @@ def test_what_is_wrong_with_a_row_of_a_dataset_is_named_with_its_place():
     )
     says(of({**text, "goal": 1}), "bank, train[0] (task 'a'): unknown key ['goal']; a task has ")
     says(of(text, text), "bank, train[1]: task id 'a'", "bank, train[0]", "its own id")
-    says(dataset_refusal(Dataset.from_list([text]).select([])), "bank, train", "no tasks")
+    says(refusal(dataset_tasks, Dataset.from_list([text]).select([])), "bank, train", "no tasks")
 
 
 def test_a_dataset_whose_files_change_under_a_run_is_refused(tmp_path):
@@ -253,13 +224,6 @@ def loaded(source, environment=AirlineEnvironment, held_out=(), **data):
     config = Config.model_validate({"data": settings})
     sets = split_source(config, domain, held_out, validation=[], read=None)
     return sets.train, sets.longest
-
-
-def source_refusal(source, **given) -> str:
-    with pytest.raises(UserError) as caught:
-        loaded(source, **given)
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
 
 
 @pytest.fixture
@@ -328,7 +292,7 @@ def test_the_old_form_of_calls_is_not_dropped(tmp_path):
     old = {"role": "assistant", "content": "", "function_call": {"name": "f", "arguments": "{}"}}
     row = {"id": "a", "prompt": [PROMPT[1], old, PROMPT[1]]}
     (path := tmp_path / "rows.jsonl").write_text(json.dumps(row))
-    says(source_refusal(path), "prompt: a message has a function_call", "write it as tool_calls")
+    says(refusal(loaded, path), "prompt: a message has a function_call", "write it as tool_calls")
 
 
 PACKED = {"gz": gzip.compress, "bz2": bz2.compress, "xz": lzma.compress}
@@ -385,10 +349,10 @@ def test_the_nulls_that_arrow_adds_inside_of_columns_do_not_reach_reward_functio
 
 
 def test_a_source_that_is_not_there_is_refused_in_one_line(tmp_path, own_cache, monkeypatch):
-    says(source_refusal("missing.jsonl"), "tasks: airline", "missing.jsonl", "existing file")
+    says(refusal(loaded, "missing.jsonl"), "tasks: airline", "missing.jsonl", "existing file")
     DatasetDict(dev=Dataset.from_list([ROW])).save_to_disk(tmp_path / "dev")
     says(
-        source_refusal(tmp_path / "dev"),
+        refusal(loaded, tmp_path / "dev"),
         "tasks: airline",
         f"{tmp_path}/dev",
         "the split train",
@@ -396,10 +360,10 @@ def test_a_source_that_is_not_there_is_refused_in_one_line(tmp_path, own_cache, 
         "hub id",
     )
     (tmp_path / "empty").mkdir()
-    assert "empty doesn't contain any data files); give" in source_refusal(tmp_path / "empty")
+    assert "empty doesn't contain any data files); give" in refusal(loaded, tmp_path / "empty")
     monkeypatch.setattr(config, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr("pipeline.data.datasets.hub_reachable", lambda: False)
-    said = source_refusal("org/name")
+    said = refusal(loaded, "org/name")
     assert said.startswith("tasks: airline: got 'org/name', which is no file, nor a dataset that ")
     assert "(Couldn't reach 'org/name' on the Hub" in said
     assert config.HF_HUB_OFFLINE  # so nothing was asked of a hub that is not there
@@ -422,13 +386,13 @@ def test_a_damaged_dataset_is_refused_in_one_line(tmp_path, own_cache, kind, dam
     flipped = bytes(byte ^ 0x5A for byte in whole[middle - size : middle])
     rest = whole[middle:] if damage == "flipped" else b""
     path.write_bytes(whole[: middle - size] + flipped + rest)
-    says(source_refusal(folder), "tasks: airline", str(folder), "the split train (")
+    says(refusal(loaded, folder), "tasks: airline", str(folder), "the split train (")
 
 
 @pytest.mark.parametrize("name", ["rows.parquet", "rows.arrow", "rows.csv"])
 def test_a_file_of_a_dataset_says_that_its_folder_is_wanted(tmp_path, name):
     (tmp_path / name).write_bytes(b"PAR1")
-    says(source_refusal(tmp_path / name), "tasks: airline", name, "give its folder")
+    says(refusal(loaded, tmp_path / name), "tasks: airline", name, "give its folder")
 
 
 def test_a_held_out_task_is_found_among_those_that_train(tmp_path):
@@ -436,16 +400,18 @@ def test_a_held_out_task_is_found_among_those_that_train(tmp_path):
     save_tasks(tasks, path := tmp_path / "airline.jsonl")
     alike = replace(tasks[2], id="x", payload=json.dumps(json.loads(tasks[2].payload), indent=1))
     says(
-        source_refusal(path, held_out=[tasks[0], alike], tasks_per_domain=6),
+        refusal(loaded, path, held_out=[tasks[0], alike], tasks_per_domain=6),
         str(path),
         f"task '{tasks[0].id}'",
         "held-out",
         "take it out",
     )
-    assert f"task '{tasks[2].id}' is also a held-out task" in source_refusal(path, held_out=[alike])
+    assert f"task '{tasks[2].id}' is also a held-out task" in refusal(
+        loaded, path, held_out=[alike]
+    )
     as_text = {"id": "t", "prompt": tasks[4].prompt, "payload": tasks[4].payload}
     (other_path := tmp_path / "text.jsonl").write_text(json.dumps(as_text))
-    said = source_refusal(other_path, held_out=tasks[3:])
+    said = refusal(loaded, other_path, held_out=tasks[3:])
     says(said, str(other_path), "task 't'", "held-out", "take it out")
     other = replace(tasks[2], payload="{}")
     assert len(loaded(path, held_out=[other])[0]) == 6
@@ -564,4 +530,6 @@ def test_a_byte_order_mark_and_null_keys_mean_nothing(tmp_path, name):
 
 
 def test_a_column_of_another_meaning_is_told_to_be_renamed(write):
-    says(source_refusal(write("own.jsonl", {**ROW, "domain": "maths"})), "rename a column `domain`")
+    says(
+        refusal(loaded, write("own.jsonl", {**ROW, "domain": "maths"})), "rename a column `domain`"
+    )

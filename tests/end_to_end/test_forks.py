@@ -112,11 +112,8 @@ def left(folder: Path) -> list[psutil.Process]:
 
 
 def none_is_left(folder: Path) -> bool:
-    for _ in range(100):
-        if not left(folder):
-            return True
-        time.sleep(0.1)
-    return False
+    _, alive = psutil.wait_procs(left(folder), timeout=10)
+    return not alive
 
 
 @pytest.fixture(autouse=True)

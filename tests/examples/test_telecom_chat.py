@@ -30,18 +30,6 @@ def task_of(branch, fault=None):
 # The tasks
 
 
-def test_the_tasks_are_those_of_telecom_under_another_policy():
-    for split in ("train", "test"):
-        for mine, theirs in zip(
-            tasks(60, split), telecom.generate_tasks(0, 60, split, "medium"), strict=True
-        ):
-            assert (mine.id, mine.payload) == (theirs.id, theirs.payload)
-            assert (mine.family, mine.branch) == (theirs.family, theirs.branch)
-            assert mine.prompt[1:] == theirs.prompt[1:]
-            assert mine.prompt[0]["content"].startswith("telecom_chat\n============\n\nYou serve")
-            assert mine.key == ("telecom_chat", theirs.id)
-
-
 # What is asked for
 
 

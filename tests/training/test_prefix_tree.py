@@ -7,7 +7,6 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
-from pipeline.common.errors import UserError
 from pipeline.config.settings import ModelSettings
 from pipeline.models import lora
 from pipeline.models.layers import recompute_layers
@@ -15,6 +14,7 @@ from pipeline.training.micro_batches import make_micro_batches
 from pipeline.training.prefix_tree import attend_to_tree, follow_prefixes, shared_row
 from pipeline.training.token_logprobs import TokenLogprobs
 from scripts.proofs.grid import in_float64, make_trajectory, small_model
+from tests.support.messages import refusal, says
 
 
 def episodes(seed=0, num_groups=5, size=4):
@@ -111,11 +111,17 @@ def test_a_model_that_does_not_tell_its_layers_of_the_tree_is_refused():
     model = small_model()
     decoder = model.model.forward
     model.model.forward = lambda tree=None, **rest: decoder(**rest)
-    with pytest.raises(UserError, match="share_prefixes: the layers of this model get no tree"):
-        outcome(model, episodes(), 1000, share_prefixes=True)
+    says(
+        refusal(outcome, model, episodes(), 1000, share_prefixes=True),
+        "share_prefixes: the layers of this model get no tree",
+    )
 
 
 def test_attention_with_more_to_it_is_refused():
     states, tree = torch.zeros(1, 2, 1, 4), shared_row([[1]]).tree
-    with pytest.raises(UserError, match="this model's attention has softcap; set it false"):
-        attend_to_tree(torch.nn.Module(), states, states, states, None, tree=tree, softcap=50.0)
+    says(
+        refusal(
+            attend_to_tree, torch.nn.Module(), states, states, states, None, tree=tree, softcap=50.0
+        ),
+        "this model's attention has softcap; set it false",
+    )

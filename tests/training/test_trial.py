@@ -6,13 +6,12 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from pipeline.common.errors import UserError
 from pipeline.config.cli import parse
 from pipeline.models.model_checks import check_positions
 from pipeline.preflight import check
 from pipeline.rollout.samplers import own as row_cache
 from tests.support.helpers import ALONE, tokenizer
-from tests.support.messages import says
+from tests.support.messages import refusal, says
 from tests.support.trial import trial
 
 SHAPE = {
@@ -69,7 +68,8 @@ ALIKE = [("glm4_moe_lite", ADAPTERS), ("youtu", PLAIN), ("youtu", ADAPTERS)]  # 
         )
         for kind, settings in TRIED.items()
         for flags in (PLAIN, ADAPTERS)
-    ],
+    ]
+    + [("doge", {}, ["--no-share-prefixes"]), ("qwen3", {"head_dim": 8}, ["--padding-free"])],
 )
 def test_what_these_sample_is_what_they_train(kind, settings, flags):
     before = torch.random.get_rng_state()
@@ -82,12 +82,27 @@ def test_adapters_of_a_small_rank_do_not_enlarge_rounding():
     trial(model, "--use-peft", "--lora-r", "1")  # lora_alpha is divided by it
 
 
-def test_a_model_that_does_not_compute_is_refused():
-    model = model_of("deepseek_v3", **LATENT | EXPERTS | {"num_key_value_heads": 2})
-    with pytest.raises(
-        UserError, match="got DeepseekV3ForCausalLM, which fails in a trial of sampling and"
-    ):
-        trial(model)
+REFUSED = {  # settings, and what the line says
+    "deepseek_v3": (
+        LATENT | EXPERTS | {"num_key_value_heads": 2},
+        ("got DeepseekV3ForCausalLM, which fails in a trial of sampling and",),
+    ),
+    "doge": ({}, ("got DogeForCausalLM, which fails", "; set share_prefixes")),
+    "gpt_neo": (  # whose attention looks back by its own count
+        {"attention_types": [[["global", "local"], 1]], "window_size": 4, "num_layers": 2},
+        ("got GPTNeoForCausalLM, for which log-prob",),
+    ),
+    "bert": (
+        {"is_decoder": True},
+        ("got BertLMHeadModel, whose logits are not those of its",),
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_a_model_that_would_not_train_what_it_samples_is_refused(kind):
+    settings, words = REFUSED[kind]
+    says(refusal(trial, model_of(kind, **settings)), *words)
 
 
 def test_a_sampler_that_is_wrong_is_refused_with_the_difference(monkeypatch):
@@ -96,46 +111,31 @@ def test_a_sampler_that_is_wrong_is_refused_with_the_difference(monkeypatch):
 
     place = row_cache.RowCache.place
     monkeypatch.setattr(row_cache.RowCache, "place", ahead)
-    with pytest.raises(UserError, match=r"log-probabilities of sampled tokens and of training di"):
-        trial(model_of("qwen3", head_dim=8))
-
-
-def test_prefixes_that_a_model_cannot_share_are_refused_with_the_remedy():
-    with pytest.raises(UserError, match=r"got DogeForCausalLM, which fails .*; set share_prefixes"):
-        trial(model_of("doge"))
-    trial(model_of("doge"), "--no-share-prefixes")
-
-
-def test_a_model_whose_attention_looks_back_by_its_own_count_is_refused():
-    layers = {"attention_types": [[["global", "local"], 1]], "window_size": 4, "num_layers": 2}
-    with pytest.raises(UserError, match="got GPTNeoForCausalLM, for which log-prob"):
-        trial(model_of("gpt_neo", **layers))
+    says(
+        refusal(trial, model_of("qwen3", head_dim=8)),
+        "log-probabilities of sampled tokens and of training di",
+    )
 
 
 def test_learned_positions_that_do_not_suffice_are_refused_before_anything_runs(tmp_path):
     folder = saved(tmp_path, model_of("gpt2", n_positions=48))
     config = parse(["--model", folder, *FEW, "--max-tokens", "256", "--warm-start-steps", "0"])
     for refuse in (check.main, partial(check.check_and_prepare, ranks=ALONE)):
-        with pytest.raises(UserError) as error:
-            refuse(config)
-        says(str(error.value), "max_tokens: got 256", "48 tokens", "lower max_tokens")
+        says(refusal(refuse, config), "max_tokens: got 256", "48 tokens", "lower max_tokens")
 
 
 def test_positions_that_are_not_learned_may_be_too_few_as_well():
     model = model_of("gptj", n_positions=48, rotary_dim=4)  # without a table of embeddings
-    with pytest.raises(UserError, match="got 64, but the model has positions for 48 tokens"):
-        check_positions(model, 64)
-
-
-def test_logits_that_training_would_not_compute_are_refused():
-    with pytest.raises(UserError, match="got BertLMHeadModel, whose logits are not those of its"):
-        trial(model_of("bert", is_decoder=True))
+    says(refusal(check_positions, model, 64), "got 64, but the model has positions for 48 tokens")
 
 
 def test_a_model_without_the_attention_implementation_is_refused_with_the_remedy(tmp_path):
     folder = saved(tmp_path, model_of("gptj", rotary_dim=4))
-    with pytest.raises(UserError, match=r"cannot be loaded .*; set attn_implementation eager, or"):
-        check.main(parse(["--model", folder, *FEW]))
+    says(
+        refusal(check.main, parse(["--model", folder, *FEW])),
+        "cannot be loaded",
+        "; set attn_implementation eager, or",
+    )
 
 
 def test_check_and_a_run_tell_what_the_trial_found(tmp_path, capsys, monkeypatch):
@@ -149,9 +149,11 @@ def test_check_and_a_run_tell_what_the_trial_found(tmp_path, capsys, monkeypatch
 
 
 def test_a_model_that_mixes_joined_sequences_up_is_refused():
-    trial(model_of("qwen3", head_dim=8), "--padding-free")
     model = model_of("qwen3", head_dim=8)
     decoder = model.model.forward
     model.model.forward = lambda *ids, position_ids=None, **rest: decoder(*ids, **rest)
-    with pytest.raises(UserError, match=r"training differ by .*; set padding_free false or use"):
-        trial(model, "--padding-free", "--no-share-prefixes")
+    says(
+        refusal(trial, model, "--padding-free", "--no-share-prefixes"),
+        "training differ by",
+        "; set padding_free false or use",
+    )
