@@ -3,15 +3,14 @@
 import json
 import resource
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
-from accelerate import Accelerator
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from pipeline.checkpoints import checkpoint
 from pipeline.checkpoints.checkpoint import TrainState, save
-from pipeline.checkpoints.moments import load_optimizer, whole_moments
 from pipeline.checkpoints.resume import refuse_other_origin
 from pipeline.checkpoints.run_folder import (
     find_checkpoint,
@@ -25,13 +24,9 @@ from pipeline.checkpoints.run_folder import (
 )
 from pipeline.common.errors import UserError
 from pipeline.config.settings import Config
-from pipeline.distributed.ranks import Ranks, parameter_hash
-from pipeline.training.token_logprobs import TokenLogprobs
-from pipeline.training.updater import Updater
-from scripts.proofs.grid import make_episodes, small_model
-from scripts.proofs.ranks import play_ranks
+from scripts.proofs.grid import small_model
 from tests.support.helpers import tokenizer
-from tests.support.messages import says
+from tests.support.messages import refusal, says
 
 
 def at(step=0):
@@ -70,81 +65,13 @@ def test_a_checkpoint_of_another_format_is_refused_in_one_line(tmp_path):
     assert state["format"] == 1
     for changed, given in (({**state, "format": 2}, "2"), ({"step": 50}, "None")):
         (path / "state.json").write_text(json.dumps(changed))
-        with pytest.raises(UserError) as refused:
-            read_state(path)
-        assert str(refused.value) == (
+        assert refusal(read_state, path) == (
             f"checkpoint: got step-000050 with format {given}, but this version reads 1; "
             "use the version of the package that wrote it"
         )
 
 
 # On other ranks, with moments spread over them or not
-
-
-def hashes_of(shard, *updates):
-    """Of the parameters after each of these updates, one after another on this rank."""
-    return [update(folder, shard, resume) for folder, resume in updates]
-
-
-def update(folder, shard, resume):
-    """Two updates from the start, saved, or two more from there; the hash of the parameters.
-
-    A deterministic run, so that the number of ranks changes no bit.
-    """
-    accelerator = Accelerator()
-    rank, num_ranks = accelerator.process_index, accelerator.num_processes
-    config = Config.model_validate(
-        {
-            "grpo": {"shard": shard, "max_tokens_per_microbatch": 100},
-            "rollout": {"num_generations": 4},
-            "run": {"deterministic": True},
-        }
-    )
-    model = small_model()
-    if resume:
-        path, _ = find_checkpoint(folder, "latest")
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-    ranks = Ranks(rank, num_ranks, 60)
-    updater = Updater(accelerator, TokenLogprobs(model, 1.0), ranks, config)
-    if resume:
-        load_optimizer(path, updater.optimizer)
-    rows, advantages = make_episodes(12)
-    mine = [i for i in range(12) if i // 4 % num_ranks == rank]  # whole groups
-    for step in range(2):
-        rate = 1e-2 / (1 + step)
-        updater.update_policy([rows[i] for i in mine], [advantages[i] for i in mine], rate)
-    if not resume:
-        state = whole_moments(updater.optimizer, ranks.is_main)
-        if ranks.is_main:
-            save(
-                folder / "checkpoints",
-                "step-000002",
-                model,
-                tokenizer(),
-                at(),
-                state,
-            )
-        ranks.barrier("saved")
-    return parameter_hash(model.named_parameters())
-
-
-def hashes_after(num_ranks, shard, *updates) -> list[str]:
-    first, *others = play_ranks(hashes_of, num_ranks, shard, *updates)
-    assert isinstance(first, list) and others == [first] * (num_ranks - 1), (first, others)
-    assert all(len(found) == 64 for found in first)
-    return first
-
-
-@pytest.mark.whole_run
-def test_sharded_or_not_on_any_ranks_training_goes_on_bit_by_bit(tmp_path):
-    sharded, whole = tmp_path / "sharded", tmp_path / "whole"
-    (halfway,) = hashes_after(2, "optimizer", (sharded, False))
-    begun, end, *ends = hashes_after(1, "none", (whole, False), (whole, True), (sharded, True))
-    assert begun == halfway != end
-    ends += hashes_after(2, "optimizer", (whole, True)) + hashes_after(
-        3, "optimizer", (sharded, True)
-    )
-    assert ends == [end] * 3
 
 
 # Interrupted
@@ -158,40 +85,28 @@ def fail(*arguments, **options):
     raise OSError("no space left on device")
 
 
-@pytest.mark.parametrize("broken", ["torch.save", "write_manifest"])
-def test_an_interrupted_save_leaves_the_earlier_checkpoint_and_latest(
-    tmp_path, monkeypatch, broken
-):
-    folder, model = tmp_path / "checkpoints", small_model()
-    save_plain(folder, "step-000010", step=10)
-    monkeypatch.setattr(f"pipeline.checkpoints.checkpoint.{broken}", fail)
-    with pytest.raises(OSError, match="no space left"):
-        save(folder, "step-000020", model, tokenizer(), at(20), state_of(model))
-    assert sorted(path.name for path in folder.iterdir()) == ["latest", "step-000010"]
-    assert (folder / "latest").read_text().strip() == "step-000010"
-    assert read_state(latest(tmp_path))["step"] == 10
-
-
 @pytest.mark.parametrize(
     ("moment", "step"),
-    [("before the renames", 1), ("between the renames", 1), ("before the pointer moves", 2)],
+    [
+        *(("torch.save", 1), ("write_manifest", 1), ("sync", 1), ("Path.rename", 1)),
+        ("write_text", 2),  # of the pointer, after the renames
+    ],
 )
 def test_at_no_moment_of_a_replacement_is_there_no_whole_checkpoint(
     tmp_path, monkeypatch, moment, step
 ):
-    folder = tmp_path / "checkpoints"
-    save_plain(folder, "base", step=1)
+    """Of the renames, the second fails."""
+    save_plain(tmp_path / "checkpoints", "base", step=1)
+    model = small_model(seed=1)
     with monkeypatch.context() as broken:
-        if moment == "before the renames":
-            broken.setattr(checkpoint, "sync", fail)
-        elif moment == "between the renames":
-            broken.setattr(type(folder), "rename", after(1, fail, type(folder).rename))
-        else:
-            broken.setattr(checkpoint, "write_text", fail)
+        fails = after(1, fail, Path.rename) if moment == "Path.rename" else fail
+        broken.setattr(f"pipeline.checkpoints.checkpoint.{moment}", fails)
         with pytest.raises(OSError, match="no space left"):
-            save_plain(folder, "base", step=2, seed=1)
+            save(tmp_path / "checkpoints", "base", model, tokenizer(), at(2), state_of(model))
     assert read_state(latest(tmp_path))["step"] == step
-    save_plain(folder, "base", step=3)
+    if moment in ("torch.save", "write_manifest"):
+        assert {path.name for path in (tmp_path / "checkpoints").iterdir()} == {"base", "latest"}
+    save_plain(tmp_path / "checkpoints", "base", step=3)
     assert read_state(latest(tmp_path))["step"] == 3
 
 
@@ -303,10 +218,12 @@ def test_whatever_is_damaged_the_newest_whole_checkpoint_is_taken(tmp_path, whol
     if name == "manifest.json" and harm is remove:
         name, why = "it has no", "manifest.json"
     assert note == f"warning: checkpoint step-000020 is passed over: {name} {why}"
-    with pytest.raises(
-        UserError, match=r"got 'step-000020', but .* is passed over: .*; give latest"
-    ):
-        find_checkpoint(tmp_path / "run", "step-000020")
+    says(
+        refusal(find_checkpoint, tmp_path / "run", "step-000020"),
+        "got 'step-000020', but",
+        "is passed over:",
+        "; give latest",
+    )
 
 
 def link(folder):
@@ -373,10 +290,9 @@ def test_where_all_are_damaged_the_run_is_refused_or_starts_afresh(tmp_path, who
     shutil.copytree(whole, tmp_path / "run")
     for path in (tmp_path / "run" / "checkpoints").glob("step-*"):
         flip(path / "optimizer.pt")
-    with pytest.raises(UserError) as refused:
-        find_checkpoint(tmp_path / "run", "latest")
     why = "step-000020 is passed over: optimizer.pt"
-    says(str(refused.value), "resume_from_checkpoint", f"{tmp_path}/run", why, "start anew")
+    line = refusal(find_checkpoint, tmp_path / "run", "latest")
+    says(line, "resume_from_checkpoint", f"{tmp_path}/run", why, "start anew")
     path, notes = find_checkpoint(tmp_path / "run", "auto")
     assert path is None
     assert len(notes) == 2
@@ -397,25 +313,22 @@ def test_later_and_damaged_checkpoints_are_put_aside_and_stay_until_the_next_sav
     assert newest_first(tmp_path) == []
 
 
-def refusal(output_dir, name) -> str:
-    with pytest.raises(UserError) as refused:
-        find_checkpoint(output_dir, name)
-    assert "\n" not in str(refused.value)
-    return str(refused.value)
-
-
-def test_a_missing_checkpoint_is_refused_with_what_there_is(tmp_path):
-    setting = "resume_from_checkpoint: "
-    none = (f"{tmp_path} holds no checkpoint", "--output-dir", "start anew")
-    says(refusal(tmp_path, "latest"), setting, *none)
-    says(refusal(tmp_path, "step-000050"), setting, "got 'step-000050'", "here: none")
-    folder = tmp_path / "checkpoints"
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("latest", ("new holds no checkpoint", "--output-dir", "start anew")),
+        ("step-000050", ("got 'step-000050'", "here: stage-1-airline, warm-start")),
+        ("../other/checkpoints/step-000050", ("other/checkpoints/step-000050'", "run", "--model")),
+    ],
+)
+def test_a_missing_checkpoint_is_refused_with_what_there_is(tmp_path, name, words):
+    folder = tmp_path / "run" / "checkpoints"
     plain(folder, "stage-1-airline", "warm-start")
     (folder / ".writing-step-000010").mkdir()
-    there = "here: stage-1-airline, warm-start"
-    says(refusal(tmp_path, "step-000050"), setting, "got 'step-000050'", there)
-    elsewhere = save_plain(tmp_path / "other" / "checkpoints", "step-000050")
-    says(refusal(tmp_path, str(elsewhere)), setting, f"'{elsewhere}'", str(tmp_path), "--model")
+    save_plain(tmp_path / "other" / "checkpoints", "step-000050")
+    run = tmp_path / ("new" if name == "latest" else "run")
+    given = str(tmp_path / "run" / name) if "/" in name else name
+    says(refusal(find_checkpoint, run, given), "resume_from_checkpoint: ", *words)
 
 
 # What is hashed
@@ -427,8 +340,22 @@ def test_a_checkpoint_of_before_a_setting_existed_resumes_with_its_default():
     del before["evaluation"]["eval_greedy"], before["curriculum"]["even_branches"]
     assert refuse_changes(config, {"config": before}, "step-000001") == []
     changed = config.changed("curriculum", even_branches=True)
-    with pytest.raises(UserError, match=r"settings \(even_branches false -> true\); resume with"):
-        refuse_changes(changed, {"config": before}, "step-000001")
+    says(
+        refusal(refuse_changes, changed, {"config": before}, "step-000001"),
+        "settings (even_branches false -> true); resume with",
+    )
+
+
+def test_settings_that_affect_results_are_changed_with_override_alone():
+    before = {"config": Config().model_dump(mode="json")}
+    changed = Config().changed("rollout", temperature=0.9).changed("run", timeout=300)
+    line = refusal(refuse_changes, changed, before, "step-1")
+    says(
+        line, "step-1 was made with other settings (temperature 1.0 -> 0.9); ", "or add --override"
+    )
+    overridden = changed.changed("run", override=True)
+    notes = refuse_changes(overridden, before, "step-1")
+    assert notes == ["overridden since step-1: temperature 1.0 -> 0.9"]
 
 
 def test_a_checkpoint_with_another_value_of_a_setting_that_is_gone_is_refused():
@@ -436,8 +363,10 @@ def test_a_checkpoint_with_another_value_of_a_setting_that_is_gone_is_refused():
     before["curriculum"]["plateau_delta"] = 0.01
     assert refuse_changes(Config(), {"config": before}, "step-000001") == []
     before["curriculum"]["plateau_delta"] = 0.05
-    with pytest.raises(UserError, match=r"\(plateau_delta 0.05 -> 0.01, which is fixed now\)"):
-        refuse_changes(Config(), {"config": before}, "step-000001")
+    says(
+        refusal(refuse_changes, Config(), {"config": before}, "step-000001"),
+        "(plateau_delta 0.05 -> 0.01, which is fixed now)",
+    )
 
 
 def test_a_file_that_may_not_be_so_large_is_a_fault_of_the_machine(tmp_path):

@@ -44,8 +44,10 @@ from tests.support.helpers import chat, embedded, tokenizer
 from tests.support.messages import refusal, says
 
 Usage = namedtuple("Usage", "total used free")
-SMALL = ["--domains", "airline", "--tasks-per-domain", "4", "--eval-tasks-per-domain", "2"]
-SMALL += ["--validation-tasks", "2"]
+SMALL = [
+    *("--domains", "airline", "--tasks-per-domain", "4", "--eval-tasks-per-domain", "2"),
+    *("--validation-tasks", "2"),
+]
 CHECK = ["--check", *SMALL]
 
 
@@ -227,69 +229,38 @@ def loop(path: Path) -> None:
     path.symlink_to(path)
 
 
-def outside(path: Path) -> None:
-    """A folder of data whose own description names a file beside it."""
-    (path.parent / "secret.jsonl").write_text(row())
-    path.mkdir()
-    card = "---\nconfigs:\n- config_name: default\n  data_files: ../secret.jsonl\n---\n"
-    (path / "README.md").write_text(card)
-
-
-def saved_outside(path: Path) -> None:
-    path.mkdir()
-    (path / "state.json").write_text(json.dumps({"_data_files": [{"filename": "../x.arrow"}]}))
-
-
-def split_outside(path: Path) -> None:
-    path.mkdir()
-    (path / "dataset_dict.json").write_text(json.dumps({"splits": ["../../elsewhere"]}))
-
-
 CONFIG = "configs:\n- config_name: default\n  data_files: own.jsonl\n"
 
 
-def carded(card: str, name: str = "README.md"):
-    """A folder of data with a card; a guarded host would be asked for by `socket`."""
+def folder(files: dict[str, str], links: dict[str, str] | None = None):
+    """Makes a folder of data with these files and links, beside a file that is no part of it.
+
+    A guarded host would be asked for by `socket`.
+    """
 
     def make(path: Path) -> None:
-        path.mkdir()
-        (path / "own.jsonl").write_text(row())
-        (path / name).write_text(f"---\n{card}---\n" if name == "README.md" else card)
+        (path.parent / "secret.jsonl").write_text(row())
+        for name, text in files.items():
+            (path / name).parent.mkdir(parents=True, exist_ok=True)
+            (path / name).write_text(text)
+        for name, target in (links or {}).items():
+            (path / name).parent.mkdir(parents=True, exist_ok=True)
+            (path / name).symlink_to(target)
 
     return make
+
+
+def carded(card: str):
+    return folder({"own.jsonl": row(), "README.md": f"---\n{card}---\n"})
 
 
 def naming(file: str):
     return carded(CONFIG.replace("own.jsonl", file))
 
 
-def laughing(path: Path) -> None:
-    """A card of a few lines whose value has a billion texts."""
-    lines = [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]\n" for n in range(1, 12)]
-    carded("a0: &a0 [lol]\n" + "".join(lines))(path)
-
-
-def linked_data(path: Path) -> None:
-    (path.parent / "secret.jsonl").write_text(row())
-    (path / "data").mkdir(parents=True)
-    (path / "data" / "train.jsonl").symlink_to(path.parent / "secret.jsonl")
-
-
-def linked_file(path: Path) -> None:
-    path.mkdir()
-    (path / "train.jsonl").symlink_to("/etc/hosts")
-
-
-def linked_split(path: Path) -> None:
-    Dataset.from_list([json.loads(row())]).save_to_disk(path.parent / "secret")
-    path.mkdir()
-    (path / "dataset_dict.json").write_text(json.dumps({"splits": ["train"]}))
-    (path / "train").symlink_to(path.parent / "secret")
-
-
-def of_images(path: Path) -> None:
-    path.mkdir()
-    (path / "secret.png").write_bytes(b"")
+LAUGHING = "a0: &a0 [lol]\n" + "".join(  # a few lines whose value has a billion texts
+    f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]\n" for n in range(1, 12)
+)
 
 
 TASK_SOURCES = [
@@ -309,17 +280,22 @@ TASK_SOURCES = [
         ("no file", "existing file"),
     ),
     ("an empty folder", "own.jsonl", Path.mkdir, ("dataset_train_split", "hub id")),
-    ("a folder that names a file elsewhere", "own", outside, ("secret.jsonl' outside", "hub id")),
+    (
+        "a folder that names a file elsewhere",
+        "own",
+        naming("../secret.jsonl"),
+        ("secret.jsonl' outside", "hub id"),
+    ),
     (
         "saved data that names a file elsewhere",
         "own",
-        saved_outside,
+        folder({"state.json": json.dumps({"_data_files": [{"filename": "../x.arrow"}]})}),
         ("state.json", "'../x.arrow'", "hub id"),
     ),
     (
         "a split elsewhere",
         "own",
-        split_outside,
+        folder({"dataset_dict.json": json.dumps({"splits": ["../../elsewhere"]})}),
         ("dataset_dict.json", "'../../elsewhere'", "hub id"),
     ),
     (
@@ -356,7 +332,7 @@ TASK_SOURCES = [
     (
         "a URL in a file of settings",
         "own",
-        carded(CONFIG.replace("own.jsonl", "gs://b/x.jsonl"), ".huggingface.yaml"),
+        folder({".huggingface.yaml": CONFIG.replace("own.jsonl", "gs://b/x.jsonl")}),
         (".huggingface.yaml names the file 'gs://b/x.jsonl' outside",),
     ),
     ("a path", "own", naming("/etc/hosts.json"), ("'/etc/hosts.json' outside of it", "hub id")),
@@ -367,11 +343,31 @@ TASK_SOURCES = [
         carded("configs:\n- config_name: a\n  data_files: &b [*b, 's3://b/x']\n"),
         ("README.md cannot be read (maximum recursion",),
     ),
-    ("a billion texts", "own", laughing, ("README.md takes more than", "shorten it")),
-    ("a link to a file", "own", linked_file, ("'train.jsonl' is a link that leads out of it",)),
-    ("a deep link", "own", linked_data, ("own/data/train.jsonl' outside of it",)),
-    ("a linked split", "own", linked_split, ("'train' is a link that leads out of it", "hub id")),
-    ("files whose rows name files", "own", of_images, ("imagefolder", "json", "hub id")),
+    ("a billion texts", "own", carded(LAUGHING), ("README.md takes more than", "shorten it")),
+    (
+        "a link to a file",
+        "own",
+        folder({}, {"train.jsonl": "/etc/hosts"}),
+        ("'train.jsonl' is a link that leads out of it",),
+    ),
+    (
+        "a deep link",
+        "own",
+        folder({}, {"data/train.jsonl": "../../secret.jsonl"}),
+        ("own/data/train.jsonl' outside of it",),
+    ),
+    (
+        "a linked split",
+        "own",
+        folder({"dataset_dict.json": '{"splits": ["train"]}'}, {"train": ".."}),
+        ("'train' is a link that leads out of it", "hub id"),
+    ),
+    (
+        "files whose rows name files",
+        "own",
+        folder({"secret.png": ""}),
+        ("imagefolder", "json", "hub id"),
+    ),
 ]
 
 
@@ -402,23 +398,20 @@ def test_a_file_of_one_endless_line_is_refused_without_reading_it(tmp_path):
 def test_a_pipe_is_never_opened(tmp_path):
     os.mkfifo(tmp_path / "own.jsonl")
     for read in (lambda path: load_tasks(path, "airline"), read_demonstrations, read_recipe):
-        with pytest.raises(UserError, match=r"own\.jsonl' is no regular file"):
-            read(tmp_path / "own.jsonl")
+        says(refusal(read, tmp_path / "own.jsonl"), "own.jsonl' is no regular file")
 
 
 def test_rows_of_a_dataset_are_held_to_the_same_limits():
-    def refusal(dataset: Dataset) -> str:
-        with pytest.raises(UserError) as refused:
-            tasks_of(DatasetRows(dataset, "desk"), "airline")
-        return str(refused.value)
+    def refused(dataset: Dataset) -> str:
+        return refusal(lambda: tasks_of(DatasetRows(dataset, "desk"), "airline"))
 
     features = Features({"id": Value("string"), "prompt": List({"content": Image()})})
     rows = {"id": ["a"], "prompt": [[{"content": {"path": "/etc/hostname", "bytes": None}}]]}
-    says(refusal(Dataset.from_dict(rows, features=features)), "desk", "Image", "take it out")
+    says(refused(Dataset.from_dict(rows, features=features)), "desk", "Image", "take it out")
     struct = Dataset.from_list([{**ROW, "payload": {"x": math.nan}}])
-    says(refusal(struct), "desk: payload", "struct", "as JSON text")
+    says(refused(struct), "desk: payload", "struct", "as JSON text")
     long = Dataset.from_list([{**ROW, "payload": f'"{"x" * 10_000_000}"'}])
-    says(refusal(long), "desk[0] (task 'a'): payload: ", "8 MiB", "shorten")
+    says(refused(long), "desk[0] (task 'a'): payload: ", "8 MiB", "shorten")
 
 
 # Demonstrations
@@ -459,24 +452,16 @@ DEMONSTRATIONS = [
 ]
 
 
-@cases(DEMONSTRATIONS)
+@cases([*DEMONSTRATIONS, ("no file", None, ("No such file", "check the path"))])
 def test_bad_demonstrations(case, at):
     content, words = case
     path = at / "own.jsonl"
-    path.write_text(content)
+    if content is not None:
+        path.write_text(content)
     config = Config.model_validate({"data": {"demonstrations": {"airline": str(path)}}})
     domains = embedded("airline")
     shown = warm_start_demonstrations(config, domains)
-    line = refusal(check_demonstrations, config, domains, shown, chat())
-    says(line, "own.jsonl", *words)
-
-
-def test_missing_demonstrations(at):
-    config = parse(["--demonstrations", "{airline: none.jsonl}"])
-    domains = embedded("airline")
-    shown = warm_start_demonstrations(config, domains)
-    line = refusal(check_demonstrations, config, domains, shown, chat())
-    says(line, "demonstrations: none.jsonl", "No such file", "check the path")
+    says(refusal(check_demonstrations, config, domains, shown, chat()), "own.jsonl", *words)
 
 
 # Models
@@ -488,14 +473,6 @@ def whole(tmp_path_factory):
     tiny_model(tokenizer(), 0).save_pretrained(folder)
     tokenizer().save_pretrained(folder)
     return folder
-
-
-def without(*names: str):
-    def change(folder: Path) -> None:
-        for name in names:
-            (folder / name).unlink()
-
-    return change
 
 
 def holding(name: str, text: str):
@@ -573,7 +550,11 @@ MODELS = [
         ("chat template refuses",),
     ),
     ("a pickle only", pickled, ("no file named model.safetensors", "save_pretrained")),
-    ("no weights", without("model.safetensors"), ("no file named model.safetensors", "save_pre")),
+    (
+        "no weights",
+        lambda folder: (folder / "model.safetensors").unlink(),
+        ("no file named model.safetensors", "save_pre"),
+    ),
     ("weights cut short", cut, ("its model cannot be loaded", "not fully covered")),
     ("a missing shard", indexed("other.safetensors"), ("other.safetensors", "No such file")),
     ("a shard outside", indexed("../outside.safetensors"), ("names '../outside.safetensors' ou",)),
@@ -821,10 +802,16 @@ def test_code_that_comes_with_a_model_runs_only_where_it_is_allowed(whole, tmp_p
     classes = {"AutoConfig": "own.Config", "AutoModelForCausalLM": "own.Model"}
     setting("config.json", model_type="own", auto_map=classes)(folder)
     (folder / "own.py").write_text("raise RuntimeError('the code ran')")
-    with pytest.raises(UserError, match="set trust_remote_code, which runs it"):
-        load_model(ModelSettings(model=str(folder)), tokenizer(), 0)
-    with pytest.raises(UserError, match="the code ran"):
-        load_model(ModelSettings(model=str(folder), trust_remote_code=True), tokenizer(), 0)
+    says(
+        refusal(load_model, ModelSettings(model=str(folder)), tokenizer(), 0),
+        "set trust_remote_code, which runs it",
+    )
+    says(
+        refusal(
+            load_model, ModelSettings(model=str(folder), trust_remote_code=True), tokenizer(), 0
+        ),
+        "the code ran",
+    )
 
 
 # One of each kind as a person sees it

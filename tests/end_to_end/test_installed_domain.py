@@ -27,8 +27,10 @@ def site(tmp_path, monkeypatch):
     """A folder of libraries with the example package; ranks find it as their working folder."""
     shutil.copytree(ROOT / "examples" / "domain_package", tmp_path / "source")  # pip writes there
     folder = tmp_path / "site-packages"
-    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps"]
-    pip += ["--no-build-isolation", "--target", str(folder), str(tmp_path / "source")]
+    pip = [
+        *(sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps"),
+        *("--no-build-isolation", "--target", str(folder), str(tmp_path / "source")),
+    ]
     subprocess.run(pip, check=True)
     monkeypatch.chdir(folder)
     monkeypatch.setattr("pipeline.report.plots.pictures.OF_RUN", {})

@@ -35,10 +35,12 @@ def test_an_evaluation_that_cannot_be_scored_stops_the_run_and_costs_nothing(
     tmp_path: Path,
 ) -> None:
     (tmp_path / "my_desk.py").write_text(DESK)
-    own = ["--domains", "desk", "--environments", "{desk: 'my_desk:DeskEnvironment'}"]
-    own += ["--warm-start-steps", "0", "--max-steps", "2", "--save-steps", "0"]
-    own += ["--tasks-per-step", "2", "--num-generations", "2"]
-    own += ["--eval-tasks-per-domain", "4", "--output-dir", "out"]
+    own = [
+        *("--domains", "desk", "--environments", "{desk: 'my_desk:DeskEnvironment'}"),
+        *("--warm-start-steps", "0", "--max-steps", "2", "--save-steps", "0"),
+        *("--tasks-per-step", "2", "--num-generations", "2"),
+        *("--eval-tasks-per-domain", "4", "--output-dir", "out"),
+    ]
     done = play(*SMALL, *own, cwd=tmp_path, code=1)
     assert (
         "2 of 8 trials in the evaluation after desk ended in environment errors in each "
@@ -72,10 +74,12 @@ def test_no_evaluation_that_was_finished_is_played_again(
     tmp_path: Path,
 ) -> None:
     """And a stage of two steps does not begin anew because its evaluation failed."""
-    own = ["--warm-start-steps", "1", "--warm-start-batch-size", "1"]
-    own += ["--max-steps", "2", "--tasks-per-step", "2", "--num-generations", "2"]
-    own += ["--domains", "airline", "--eval-tasks-per-domain", "2", "--output-dir", "out"]
-    own += ["--resume-from-checkpoint", "auto"]
+    own = [
+        *("--warm-start-steps", "1", "--warm-start-batch-size", "1"),
+        *("--max-steps", "2", "--tasks-per-step", "2", "--num-generations", "2"),
+        *("--domains", "airline", "--eval-tasks-per-domain", "2", "--output-dir", "out"),
+        *("--resume-from-checkpoint", "auto"),
+    ]
     played = []
     for fails_at in ("evaluation-warm_start", "airline", "evaluation-airline", "nowhere"):
         (tmp_path / "fails_at").write_text(fails_at)
@@ -99,8 +103,10 @@ def test_no_evaluation_that_was_finished_is_played_again(
 def test_what_is_not_wanted_is_not_evaluated_and_a_resume_does_not_make_up_for_it(
     tmp_path: Path,
 ) -> None:
-    short = ["--domains", "airline", "--warm-start-steps", "0", "--max-steps", "1"]
-    short += ["--tasks-per-step", "2", "--num-generations", "2", "--eval-tasks-per-domain", "2"]
+    short = [
+        *("--domains", "airline", "--warm-start-steps", "0", "--max-steps", "1"),
+        *("--tasks-per-step", "2", "--num-generations", "2", "--eval-tasks-per-domain", "2"),
+    ]
     left_out = ["--no-eval-on-start", "--no-eval-greedy", "--output-dir", "out"]
     play(*SMALL, *short, *left_out, cwd=tmp_path)
     (entry,) = results(tmp_path / "out")["evaluations"]

@@ -161,8 +161,7 @@ def test_a_domain_without_an_expert_needs_demonstrations_or_no_warm_start():
     says(str(refused.value), "demonstrations: none of bank", "expert(agent, goal)")
     says(str(refused.value), "--demonstrations '{bank: FILE}'", "set --warm-start-steps 0")
     assert check_all(config(steps=0), bank) == []
-    with pytest.raises(UserError, match="none of bank, "):
-        check_all(config(), embedded("airline") | bank)
+    says(refusal(check_all, config(), embedded("airline") | bank), "none of bank, ")
 
 
 def test_a_pretrained_model_is_warned_of_a_domain_without_demonstrations():

@@ -27,8 +27,10 @@ from tests.support.helpers import tokenizer
 from tests.support.messages import refusal, says
 
 WEIGHTS = 558_528  # of the tiny model, in 4 bytes each
-FEW = ["--domains", "airline", "--num-generations", "4", "--tasks-per-step", "3"]
-FEW += ["--max-tokens", "96", "--tasks-per-domain", "30", "--eval-tasks-per-domain", "6"]
+FEW = [
+    *("--domains", "airline", "--num-generations", "4", "--tasks-per-step", "3"),
+    *("--max-tokens", "96", "--tasks-per-domain", "30", "--eval-tasks-per-domain", "6"),
+]
 ROW = r"  +(\d+)  (none|optimizer|full) +(\d+\.\d\d) +([\d,]+) +([\d.e-]+) +(\d+\.\d\d)( .*)?"
 
 
