@@ -32,9 +32,7 @@ pytestmark = pytest.mark.whole_run
 
 RUN = str(ROOT / "pipeline" / "run.py")
 CONFIGS = ROOT / "accelerate_configs"
-ACCELERATE = [sys.executable, "-m", "accelerate.commands.launch"]
 GIB = 1 << 30
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 
 SHORT_TRAINING = """
 import os, sys, time, types
@@ -428,23 +426,6 @@ def test_a_machine_that_never_comes_is_one_line(environment):
 
 
 # Ranks that others start
-
-
-@pytest.mark.proof
-@pytest.mark.parametrize(
-    ("launcher", "flags"),
-    [
-        ([*TORCHRUN, "--nproc_per_node=2"], []),
-        (ACCELERATE, ["--num-gpus", "2"]),
-    ],
-    ids=["torchrun", "no configuration"],
-)
-def test_launched_ranks_know_each_other(environment, launcher, flags):
-    """With multi_gpu.yaml test_survives.py launches a run; torchrun is that of test_machines.py."""
-    done = start(*launcher, RUN, *flags)
-    assert done.returncode == 0, done.stderr
-    assert lines(done.stdout, "rank") == facts(2)
-    assert len(lines(done.stderr, "running on CPU")) == 1
 
 
 @pytest.mark.parametrize(

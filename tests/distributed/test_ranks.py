@@ -103,7 +103,7 @@ def test_each_rank_gets_the_message_that_each_has_for_it(said):
 
 
 def test_equal_parameters_have_one_hash(said):
-    assert {result["same"] for result in said} == {hash_of(small_model())}
+    assert {result["same"] for result in said} == {parameter_hash(small_model().named_parameters())}
 
 
 def test_a_rank_whose_parameters_differ_is_named_everywhere(said):
@@ -121,10 +121,6 @@ def test_a_missing_rank_is_named_within_the_deadline(said):
     assert all(0 < result["waited"] < 30 for result in said)
     for waiting in said[1:-1]:
         assert waiting["missing"].startswith("end of stage: ")
-
-
-def hash_of(module) -> str:
-    return parameter_hash(module.named_parameters())
 
 
 # The optimizer's moments, spread over the ranks

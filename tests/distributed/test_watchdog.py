@@ -349,14 +349,3 @@ def test_where_the_store_falls_silent_a_rank_ends_and_names_the_machine_of_rank_
     stuck = r"stuck outside Python, or the node of rank 0 on machine-0 \(127.0.0.1\) with the "
     store = "key-value store does not answer"
     assert len(re.findall(f"^{named}{stuck}{store}\n", said, re.MULTILINE)) == 1
-
-
-@pytest.mark.parametrize(("can_resume", "code"), [(False, 1), (True, 75)])
-def test_a_rank_that_finds_others_gone_after_a_signal_ends_with_their_exit_code(can_resume, code):
-    ranks = Ranks(0, 1, 60)
-    ranks.stop_wanted = True
-    watchdog = Watchdog(ranks, 60)
-    watchdog.can_resume = can_resume
-    with pytest.raises(ToldElsewhere) as caught, watchdog:
-        raise CollectiveError("rank 0 has left")
-    assert caught.value.exit_code == code

@@ -17,6 +17,7 @@ from tests.support.helpers import (
     call,
     chat,
     make_task,
+    played,
     rollout_of,
     say,
 )
@@ -27,12 +28,8 @@ TIMEOUT_S = 60
 
 def play(environments, scripts):
     """One episode per script, in a domain each: its name, its messages."""
-    sampler = ScriptedSampler(dict(enumerate(script for _, script in scripts)))
-    requests = [
-        RolloutRequest(task=make_task(f"t{n}", domain=domain), trial=0, key=n)
-        for n, (domain, _) in enumerate(scripts)
-    ]
-    return rollout_of(sampler, chat(), environments, LIMITS)(requests)
+    tasks = [make_task(f"t{n}", domain=domain) for n, (domain, _) in enumerate(scripts)]
+    return played([script for _, script in scripts], environments, LIMITS, tasks)[0]
 
 
 def test_every_call_of_a_class_that_says_it_is_concurrent_runs_beside_others():
@@ -142,20 +139,3 @@ def test_the_passes_of_a_deterministic_rollout_do_not_depend_on_waiting_times():
         requests = [RolloutRequest(task=make_task(), trial=n, key=n) for n in range(3)]
         rollout_of(sampler, chat(), environments, LIMITS, deterministic=True)(requests)
     assert passes == [[[0, 1, 2]] * 2] * 2
-
-
-def test_get_reward_may_belong_to_the_instance():
-    class Proxy:
-        concurrent = True
-
-        def reset(self, **row):
-            self._desk = Desk()
-            return self._desk.reset(**row)
-
-        def __getattr__(self, name):
-            if name != "get_reward":
-                raise AttributeError(name)
-            return lambda: 0.25
-
-    (trajectory,) = play({"proxy": Proxy}, [("proxy", [say("done")])])
-    assert (trajectory.reward, trajectory.error) == (0.25, "")

@@ -14,16 +14,13 @@ from pipeline.environments.task_checks import try_task
 from pipeline.environments.task_sets import undocumented
 from pipeline.environments.tools import is_done
 from pipeline.evaluation.baselines import baselines
-from pipeline.rollout.rollout import RolloutRequest
 from pipeline.rollout.trajectory import StopReason
 from tests.rollout.test_rollout import LIMITS
 from tests.support import trl_forms
 from tests.support.helpers import (
-    ScriptedSampler,
     call,
-    chat,
     make_task,
-    rollout_of,
+    played,
     say,
 )
 from tests.support.messages import refusal
@@ -65,8 +62,7 @@ class AsyncCounter(Counter):
 
 
 def play(*messages, limits=LIMITS, environment=Counter):
-    rollout = rollout_of(ScriptedSampler({0: messages}), chat(), {"desk": environment}, limits)
-    return rollout([RolloutRequest(task=make_task(payload="{}"), trial=0, key=0)])[0]
+    return played([messages], {"desk": environment}, limits, [make_task()])[0][0]
 
 
 def answers(trajectory):

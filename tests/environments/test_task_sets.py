@@ -9,7 +9,6 @@ import pytest
 from datasets import Dataset
 
 from pipeline.config.cli import parse
-from pipeline.config.rules import left_out
 from pipeline.config.settings import Config
 from pipeline.data.curriculum import TaskMixture
 from pipeline.data.splits import seen_of
@@ -414,11 +413,6 @@ def test_rows_that_are_all_too_long_are_refused(place):
     says(message, "skip_long_tasks: sums: 30 of the 30 tasks of ", "line 1; give more max_tokens")
 
 
-def test_without_files_there_is_nothing_to_leave_out():
-    (line,) = left_out(Config.model_validate({"data": {"skip_long_tasks": True}}))
-    assert line == "skip_long_tasks: has no effect without tasks or eval_tasks"
-
-
 def test_a_recipes_shares_of_families_count_for_the_tasks_that_it_generates(place):
     """The default recipe has shares for the airline's families; a file has others."""
     tasks = generate_tasks(3, 12, "train", "easy")
@@ -431,12 +425,7 @@ def test_a_recipes_shares_of_families_count_for_the_tasks_that_it_generates(plac
     assert plain.train["airline"].shares == {"bags": 0.25, "cancel": 0.25, "move": 0.5}
 
 
-def test_branches_are_drawn_evenly_where_tasks_name_them(place):
-    flags = ["--domains", "airline", "--warm-start-steps", "0", "--tasks-per-step", "4"]
-    parts = prepare(parse([*flags, "--even-branches"]))
-    shares = parts.train["airline"].shares
-    assert sum(of for name, of in shares.items() if name.startswith("move/")) == pytest.approx(0.5)
-    assert len({round(of, 9) for name, of in shares.items() if name.startswith("move/")}) == 1
+def test_branches_that_no_task_names_are_not_drawn_evenly(place):
     source = lines(place / "sums.jsonl", rows(9))
     parts = prepare(limited(source).changed("curriculum", even_branches=True))
     assert "even_branches: sums: no task names a branch, so it has no effect" in parts.notes
@@ -558,13 +547,6 @@ def test_held_out_rows_that_a_file_gives_are_not_trained_on_in_other_words(place
     source = lines(place / "other.jsonl", [{**row, "uuid": "y"} for row in asked(3, "space")])
     message = refusal(lambda: desk(place, NAMED, **{**given, "tasks": {"desk": source}}))
     says(message, "holds 3 different tasks, and each is held out or validates; give others")
-
-
-def test_equal_rows_of_eval_tasks_are_one_task(place):
-    found = [{"prompt": f"{n % 2} + 7 {' ' * n}", "answer": str(n % 2 + 7)} for n in range(6)]
-    held_out = lines(place / "held.jsonl", found)
-    sets, _ = prepared(lines(place / "own.jsonl", rows(9)), eval_tasks={"sums": held_out})
-    assert sorted(int(text.split()[0]) for text in requests(sets.held_out)) == [0, 1]
 
 
 def test_all_that_is_summed_into_the_reward_is_named(place):

@@ -19,15 +19,12 @@ from pipeline.environments.task_sets import task_sets
 from pipeline.environments.tools import RandomState, call_tool, reset_arguments
 from pipeline.preflight.parts import prepare
 from pipeline.rollout.rewards import load_reward_functions
-from pipeline.rollout.rollout import RolloutRequest
 from pipeline.rollout.trajectory import StopReason
 from tests.support import trl_forms
 from tests.support.helpers import (
-    ScriptedSampler,
     call,
-    chat,
     make_task,
-    rollout_of,
+    played,
     say,
 )
 from tests.support.messages import refusal
@@ -69,11 +66,9 @@ def routed(tmp_path):
 
 def episodes(config, tasks, script, group=2):
     """Play `script` in each episode of a group of each task."""
-    requests = [RolloutRequest(task=t, trial=n, key=0) for t in tasks for n in range(group)]
-    keyed = [RolloutRequest(task=r.task, trial=r.trial, key=k) for k, r in enumerate(requests)]
-    sampler = ScriptedSampler({request.key: script for request in keyed})
-    rewards = load_reward_functions(config)
-    return rollout_of(sampler, chat(), load_domains(config), config.rollout, rewards=rewards)(keyed)
+    tasks = [task for task in tasks for _ in range(group)]
+    rewards, scripts = load_reward_functions(config), [script] * len(tasks)
+    return played(scripts, load_domains(config), config.rollout, tasks, rewards=rewards)[0]
 
 
 def replies(trajectory):
@@ -211,13 +206,6 @@ def test_a_factory_makes_environments_of_its_class():
         "add it, or give reward_funcs"
     )
     assert "name a class or a function" in refusal(domain_of, "np")
-
-
-def test_static_methods_are_no_tools():
-    assert list(tool_methods(trl_forms.Safe)) == ["turn"]
-    (schema,) = tool_schemas(trl_forms.Safe)
-    assert schema["function"]["parameters"]["properties"]["way"]["enum"] == ["left", "right"]
-    assert schema["function"]["parameters"]["required"] == ["number"]
 
 
 def without_wraps(function):

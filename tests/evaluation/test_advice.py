@@ -170,11 +170,6 @@ def test_a_domain_that_no_stage_trains_has_no_line():
     assert found["lines"] == [] and found["domains"]["airline"]["pass@1"] is None
 
 
-def test_the_order_of_groups_does_not_depend_on_the_ranks():
-    first, second = episodes("airline", "a", 1, 0, 0, 0), episodes("airline", "b", 0, 0, 0, 0)
-    assert report([*first, *second]) == report([*second, *first])
-
-
 # Dead domains and falls
 
 AIRLINE = Stage(index=0, name="airline", own=("airline",), difficulty="easy", groups={"airline": 2})

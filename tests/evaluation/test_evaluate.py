@@ -12,7 +12,6 @@ from pipeline.common.errors import RunError
 from pipeline.config.settings import Config, RolloutSettings
 from pipeline.distributed.ranks import Ranks
 from pipeline.evaluation.evaluate import (
-    error_counts,
     evaluate,
     failed_trials,
     refuse_failed_trials,
@@ -258,12 +257,6 @@ def limits(max_error_rate, num_generations=8):
 def test_enough_episodes_are_judged_by_their_share(counts, limit, stops):
     with pytest.raises(RunError) if stops else nullcontext():
         stop_on_errors(ALONE, {"retail": counts}, limits(limit))
-
-
-def test_records_are_counted_by_domain():
-    played = [make_trajectory(domain="retail", **FAILED), make_trajectory(domain="retail")]
-    counts = error_counts([t.record() for t in [*played, make_trajectory(domain="airline")]])
-    assert counts == {"retail": [2, 1], "airline": [1, 0]}
 
 
 # What a step adds

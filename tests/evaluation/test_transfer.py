@@ -296,12 +296,6 @@ def test_runs_that_cannot_be_put_together_are_refused():
     assert "other success thresholds" in refusal(differences, [graded(0.5)], [graded()])
 
 
-def test_a_cell_where_all_tasks_came_out_alike_has_wilsons_interval():
-    matrix = summary([results()])["domains"]["matrix"]
-    assert matrix[2][1] == pytest.approx([1.0, 0.675592, 1.0], abs=1e-5)  # 8 of 8
-    assert matrix[2][0][1] < 0.5 < matrix[2][0][2]
-
-
 @pytest.mark.parametrize("solved", [0.0, 1.0])
 def test_one_rate_has_one_interval_wherever_it_stands(solved):
     run = results()

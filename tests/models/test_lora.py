@@ -232,11 +232,6 @@ def test_layers_whose_adapters_cannot_be_merged_are_refused(why):
     says(refusal(trial, make(), "--use-peft"), *words)
 
 
-def test_attention_alone_can_be_trained_where_other_layers_are_refused():
-    make, _ = REFUSED["Phi-MoE has routers that are linear layers of two outputs"]
-    trial(make(), "--use-peft", "--lora-target-modules", "q_proj,v_proj")
-
-
 @pytest.mark.parametrize("kind", ["Qwen3-MoE, fused experts", "Mixtral, fused experts"])
 def test_adapters_that_peft_adds_to_weights_in_bf16_are_refused(kind):
     message = refusal(lora.attach, MODELS[kind](), PLAIN, "", 1, torch.bfloat16)
@@ -408,19 +403,21 @@ def test_a_hub_id_is_kept_and_a_missing_base_is_refused(tmp_path):
     )
 
 
-EXPRESSIONS = {
-    "targets": {"target_modules": "(.*.*)*x"},
-    "ranks of all layers": {"target_modules": "all-linear", "rank_pattern": {"((.+)+)+!": 2}},
-    "layers": {
-        "target_modules": ["q_proj"],
-        "layers_to_transform": [0],
-        "layers_pattern": "((.+)+)+!",
-    },
-    "whole modules": {"modules_to_save": ["((.+)+)+!"]},
-}
-UNREAL = {
-    "a rank of some": ({"rank_pattern": {"q_proj": 10**9}}, "asks for other adapters than"),
-    "copies of layers": ({"layer_replication": [[0, 1]] * 10**5}, "takes more than"),
+LONG = "takes more than"
+COSTLY = {  # what a file of adapters holds, after how much CPU time it is refused, and why
+    "targets": ({"target_modules": "(.*.*)*x"}, 0.3, LONG),
+    "ranks": ({"target_modules": "all-linear", "rank_pattern": {"((.+)+)+!": 2}}, 0.3, LONG),
+    "layers": (
+        {
+            "target_modules": ["q_proj"],
+            "layers_to_transform": [0],
+            "layers_pattern": "((.+)+)+!",
+        },
+        *(0.3, LONG),
+    ),
+    "whole modules": ({"modules_to_save": ["((.+)+)+!"]}, 0.3, LONG),
+    "copies of layers": ({"layer_replication": [[0, 1]] * 10**5}, 2.0, LONG),
+    "huge ranks": ({"rank_pattern": {"q_proj": 10**9}}, 2.0, "asks for other adapters than"),
 }
 
 
@@ -429,21 +426,14 @@ def changed(path, values):
     file.write_text(json.dumps({**json.loads(file.read_text()), **values}))
 
 
-@pytest.mark.parametrize("case", EXPRESSIONS)
-def test_an_expression_that_takes_exponential_time_is_refused(case, tmp_path, monkeypatch):
+@pytest.mark.parametrize(("values", "seconds", "why"), COSTLY.values(), ids=COSTLY)
+def test_a_file_that_takes_exponential_time_or_all_memory_is_refused(
+    values, seconds, why, tmp_path, monkeypatch
+):
     _, path = saved("Qwen3, tied", tmp_path)
-    changed(path, EXPRESSIONS[case])
-    monkeypatch.setattr(children, "MAX_CPU_S", 0.3)
-    said = refusal(load_folder, path, PLAIN)
-    says(said, f"model: {path}: adapter_config.json takes more than")
-
-
-@pytest.mark.parametrize("case", UNREAL)
-def test_adapters_that_would_take_all_memory_are_refused(case, tmp_path, monkeypatch):
-    monkeypatch.setattr(children, "MAX_CPU_S", 2.0)
-    _, path = saved("Qwen3, tied", tmp_path)
-    changed(path, UNREAL[case][0])
-    says(refusal(load_folder, path, PLAIN), f"model: {path}: adapter_config.json", UNREAL[case][1])
+    changed(path, values)
+    monkeypatch.setattr(children, "MAX_CPU_S", seconds)
+    says(refusal(load_folder, path, PLAIN), f"model: {path}: adapter_config.json {why}")
 
 
 def test_expressions_of_a_usual_kind_load_the_same_model(tmp_path):
@@ -455,20 +445,13 @@ def test_expressions_of_a_usual_kind_load_the_same_model(tmp_path):
     says(refusal(load_folder, path, PLAIN), f"the adapters in {path} do not fit their base model")
 
 
-def test_adapters_come_back_bit_by_bit(run_folder):
-    model, path = run_folder
+@pytest.mark.parametrize("kind", [*KEPT, "Laguna, shared experts"])  # which PEFT 0.21 would lose
+def test_adapters_come_back_bit_by_bit(kind, tmp_path):
+    model, path = saved(kind, tmp_path)
     own = attached(load_folder(path.parent / "warm-start", PLAIN), lora_r=2)
     lora.load(own, path)
     for (name, mine), theirs in zip(trained(own).items(), trained(model).values(), strict=True):
         assert torch.equal(mine, theirs), name
-    assert torch.equal(logits(own), logits(model))
-
-
-def test_adapters_that_peft_would_lose_come_back(tmp_path):
-    """PEFT 0.21 renames those of Laguna's shared experts when it loads them, and warns."""
-    model, path = saved("Laguna, shared experts", tmp_path)
-    own = attached(load_folder(path.parent / "warm-start", PLAIN), lora_r=2)
-    lora.load(own, path)
     assert torch.equal(logits(own), logits(model))
     assert torch.allclose(logits(load_folder(path, PLAIN)), logits(model), rtol=0, atol=1e-5)
 

@@ -2,10 +2,11 @@
 
 import hashlib
 import json
-from random import Random
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from pipeline.environments.domains import Domain
 from pipeline.environments.embedded.cases import IDS
@@ -15,13 +16,8 @@ from tests.support.helpers import Desk, embedded, tokenizer
 ALL_WORDS = tiny_tokenizer(embedded().values())
 
 
-def encode(text, made=None):
-    return (made or tokenizer())(text, add_special_tokens=False)["input_ids"]
-
-
-def tokens(text, made=None):
-    """The texts of the tokens."""
-    return [(made or tokenizer()).decode([token]) for token in encode(text, made)]
+def encode(text):
+    return tokenizer()(text, add_special_tokens=False)["input_ids"]
 
 
 # Tokenizer
@@ -44,25 +40,6 @@ def test_an_id_is_the_same_single_token_wherever_it_stands(word):
         assert encode(text).count(token) == 1, text
 
 
-def test_a_call_and_its_result_are_a_few_tokens():
-    assert tokens('<tool_call>\n{"name": "find_flights", "arguments": {"day": "mon"}}\n') == [
-        "<tool_call>",
-        '\n{"name": "',
-        "find_flights",
-        '", "arguments": {"day": "',
-        "mon",
-        '"}}\n',
-    ]
-    assert tokens('{"status": "open", "fare": "flex"}') == [
-        '{"status": "',
-        "open",
-        '", "fare": "',
-        "flex",
-        '"}',
-    ]
-    assert tokens("The fee is 40.") == ["The fee is ", "40", "."]
-
-
 def test_the_default_domains_have_the_same_tokens_whatever_they_are_called():
     """A run of them does not change because there are further domains."""
     vocabulary = tokenizer().get_vocab()
@@ -78,24 +55,9 @@ def digest_of(vocabulary):
     return hashlib.sha256(str(sorted(vocabulary.items())).encode()).hexdigest()[:16]
 
 
-def test_any_unicode_text_survives():
-    random = Random(0)
-    texts = [
-        "",
-        " ",
-        "\n",
-        "\x00\x1f\x7f",
-        "é e\u0301 ß",
-        "日本語",
-        "\U0001f600\u200d",
-        "\ue000\uffff",
-    ]
-    for _ in range(300):
-        codes = [random.randrange(0x110000) for _ in range(20)]
-        texts.append("".join(chr(code) for code in codes if not 0xD800 <= code < 0xE000))
-    texts += ["".join(random.choices("K0123 <|>_tolcaim\n", k=40)) for _ in range(300)]
-    for text in texts:
-        assert tokenizer().decode(encode(text)) == text
+@given(st.one_of(st.text(), st.text("K0123 <|>_tolcaim\n")))
+def test_any_unicode_text_survives(text):
+    assert tokenizer().decode(encode(text)) == text
 
 
 # Model

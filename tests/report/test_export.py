@@ -271,10 +271,6 @@ def account(tmp_path, monkeypatch):
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
 
 
-def contents(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
-
-
 @pytest.mark.usefixtures("account")
 def test_the_command_uploads_exactly_the_folder_that_it_wrote_and_training_its_checkpoint(
     tmp_path, monkeypatch, capsys
@@ -293,7 +289,10 @@ def test_the_command_uploads_exactly_the_folder_that_it_wrote_and_training_its_c
     assert done.out.endswith(f"uploaded: {hub.url}/me/desk/commit/1\n")
     assert f"uploaded step-000001: {hub.url}/me/desk/commit/1" in capsys.readouterr().out
     assert "optimizer.pt" not in hub.files
-    assert files == {"notes.txt": b"mine", **contents(out)}
+    assert files == {
+        "notes.txt": b"mine",
+        **{path.name: path.read_bytes() for path in out.iterdir()},
+    }
     assert hub.tokens == {f"Bearer {TOKEN}", ""}  # objects are put where LFS says, without it
     created, _ = hub.created
     assert (created["name"], created["organization"]) == ("desk", "me")

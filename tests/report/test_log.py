@@ -330,15 +330,3 @@ def test_progress_is_a_line_now_and_then_without_a_terminal(capsys):
         f"airline 20/25  {rewards}  {pace} N s left, N s left in all stages",
         f"airline 25/25  {rewards}  {pace} N s left in all stages",
     ]
-
-
-def test_importing_it_needs_no_torch_and_no_tracker():
-    code = (
-        "import sys, pipeline.report.log, pipeline.report.write; "
-        "print([m for m in ('torch', 'wandb', 'accelerate', 'matplotlib') "
-        "if m in sys.modules])"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
-    )
-    assert done.stdout == "[]\n"

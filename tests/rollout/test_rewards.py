@@ -29,14 +29,11 @@ from pipeline.rollout.rewards import (
     RewardFunctions,
     load_reward_functions,
 )
-from pipeline.rollout.rollout import RolloutRequest
 from pipeline.rollout.trajectory import StopReason
 from tests.rollout.test_rollout import LIMITS
 from tests.support.helpers import (
     Desk,
-    ScriptedSampler,
-    chat,
-    rollout_of,
+    played,
     say,
 )
 from tests.support.messages import refusal, says
@@ -58,11 +55,9 @@ def play(functions, answers=("4", "5"), tasks=None, weights=None, seconds=5.0, e
         for number, (function, weight) in enumerate(zip(functions, weights, strict=True))
     ]
     rewards = RewardFunctions(made, seconds)
-    sampler = ScriptedSampler({n: [say(answer)] for n, answer in enumerate(answers)})
     environments = {"sums": environment or SingleTurnEnvironment}
-    rollout = rollout_of(sampler, chat(), environments, LIMITS, rewards=rewards)
-    requests = [RolloutRequest(task=task, trial=n, key=n) for n, task in enumerate(tasks)]
-    return rollout(requests), rewards
+    said = [[say(answer)] for answer in answers]
+    return played(said, environments, LIMITS, tasks, rewards=rewards)[0], rewards
 
 
 def numbers(trajectories):
@@ -193,18 +188,14 @@ def test_a_function_is_called_only_for_tasks_with_its_columns():
     assert numbers(trajectories) == [3.0, 1.0]
 
 
-class Counting(Desk):
-    """A desk whose reward joins those of functions."""
-
-
 def test_functions_see_environments_and_add_to_their_rewards():
     def seen(environments, **_):
         return [10.0 * (environment.final_message == "done") for environment in environments]
 
-    trajectories, made = play([seen], ("done", "no"), environment=Counting)
+    trajectories, made = play([seen], ("done", "no"), environment=Desk)
     assert numbers(trajectories) == [11.0, 0.0]
-    assert trajectories[0].rewards == {"Counting": 1.0, "seen": 10.0}
-    assert made.names([Domain(name="desk", environment=Counting)]) == ["Counting", "seen"]
+    assert trajectories[0].rewards == {"Desk": 1.0, "seen": 10.0}
+    assert made.names([Domain(name="desk", environment=Desk)]) == ["Desk", "seen"]
 
 
 # Failures

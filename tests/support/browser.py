@@ -4,10 +4,9 @@
 class Page:
     """A report that is open, as a reader sees it."""
 
-    def __init__(self, browser, address, fragment=""):
+    def __init__(self, browser, address):
         self.browser = browser
-        browser.get("about:blank")  # a new fragment alone would not load the page again
-        browser.get(address + fragment)
+        browser.get(address)
         self.wait(lambda: self.script("return !!document.getElementById('group')?.dataset.shown"))
 
     def script(self, text, *arguments):

@@ -20,8 +20,8 @@ from pipeline.environments import Domain, load_domains
 from pipeline.models.chat.template import Chat
 from pipeline.models.sampling_copy import Weights
 from pipeline.models.tiny import tiny_tokenizer
-from pipeline.rollout.rollout import Rollout, SamplerPolicy
-from pipeline.rollout.trajectory import Sampled
+from pipeline.rollout.rollout import Rollout, RolloutRequest, SamplerPolicy
+from pipeline.rollout.trajectory import Sampled, Trajectory
 
 if TYPE_CHECKING:
     from pipeline.run_state import Run  # late: tests of units need not load a run
@@ -143,6 +143,22 @@ def rollout_of(
         for name, kind in environments.items()
     }
     return Rollout(SamplerPolicy(sampler, chat, limits), chat, domains, limits, *args, **given)
+
+
+def played(
+    scripts: Sequence[Sequence[Message]],
+    environments: Any,
+    limits: Any,
+    tasks: Sequence[Task] = (),
+    **given: Any,
+) -> "tuple[list[Trajectory], ScriptedSampler]":
+    """Trajectories of episodes whose policies say the scripts, and the sampler that said them."""
+    tasks = tasks or [make_task(f"t{number}") for number in range(len(scripts))]
+    sampler = ScriptedSampler(dict(enumerate(scripts)))
+    requests = [RolloutRequest(task=task, trial=n, key=n) for n, task in enumerate(tasks)]
+    trajectories = rollout_of(sampler, chat(), environments, limits, **given)(requests)
+    assert sampler.num_open == 0
+    return trajectories, sampler
 
 
 class ScriptedSampler:

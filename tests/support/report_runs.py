@@ -136,8 +136,12 @@ def make_run(
             timings.append({**record, **TIMES})
         if validation:
             learned = dict.fromkeys(of[:-1], 0.01 * index)
-            validations.append(_validation(stage, first + 5, domains, learned))
-            metrics.append(_line(validations[-1]))
+            place = {"stage": stage, "step": first + 5}
+            rewards = {domain: {"a": 1.0, "b": 0.0} for domain in domains}
+            validations.append({**place, "success": rewards, "kl": learned})
+            numbers = {f"validation/{domain}/success": 0.5 for domain in domains}
+            numbers |= {f"validation/{domain}/kl": value for domain, value in learned.items()}
+            metrics.append({"kind": "validation", **place, **numbers})
         mean = min(last, 0.625 + 0.125 * index)
         evaluations.append(evaluation(stage, first + 10, dict.fromkeys(domains, mean)))
     curriculum = {
@@ -183,24 +187,6 @@ def pay_any_rewards(folder: Path) -> None:
     for n, line in enumerate(lines):
         line |= {f"reward/{d}": of[n % 2] for d, of in pays.items() if f"reward/{d}" in line}
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-
-
-def _validation(
-    stage: str, step: int, domains: Sequence[str], learned: Mapping[str, float]
-) -> dict[str, Any]:
-    rewards = {domain: {"a": 1.0, "b": 0.0} for domain in domains}
-    return {"stage": stage, "step": step, "success": rewards, "kl": dict(learned)}
-
-
-def _line(validation: Mapping[str, Any]) -> dict[str, Any]:
-    metrics = {f"validation/{domain}/success": 0.5 for domain in validation["success"]}
-    metrics |= {f"validation/{domain}/kl": value for domain, value in validation["kl"].items()}
-    return {
-        "kind": "validation",
-        "stage": validation["stage"],
-        "step": validation["step"],
-        **metrics,
-    }
 
 
 def episode(domain: str, task: str, trial: int, reward: float, **others: Any) -> dict[str, Any]:

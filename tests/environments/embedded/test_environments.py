@@ -3,7 +3,6 @@
 import hashlib
 import json
 from collections import Counter
-from copy import deepcopy
 from dataclasses import replace
 from functools import cache
 from itertools import pairwise, product
@@ -25,7 +24,8 @@ from pipeline.environments.embedded.cases import (
 )
 from pipeline.environments.experts import run_expert
 from pipeline.environments.tools import call_tool
-from tests.support.helpers import DOMAINS, embedded, environments_of, module_of
+from pipeline.evaluation.baselines import baselines
+from tests.support.helpers import DOMAINS, call, embedded, environments_of, module_of, say
 
 CLASSES = environments_of(embedded())
 MODULES = {domain: module_of(domain) for domain in DOMAINS}
@@ -75,8 +75,8 @@ def replay(task, messages, environment=None):
     environment = environment or CLASSES[task.domain]()
     environment.reset(**task.row())
     for message in messages:
-        for call in message.get("tool_calls", []):
-            call_tool(environment, call["function"]["name"], call["function"]["arguments"])
+        for made in message.get("tool_calls", []):
+            call_tool(environment, made["function"]["name"], made["function"]["arguments"])
             if environment.done:
                 return environment.get_reward()
         if "tool_calls" not in message:
@@ -85,19 +85,6 @@ def replay(task, messages, environment=None):
                 environment.final_message = message["content"]
                 break
     return environment.get_reward()
-
-
-def call(name, **arguments):
-    function = {"name": name, "arguments": arguments}
-    return {
-        "role": "assistant",
-        "content": "",
-        "tool_calls": [{"type": "function", "function": function}],
-    }
-
-
-def say(text):
-    return {"role": "assistant", "content": text}
 
 
 def function_of(message):
@@ -282,19 +269,12 @@ def test_a_step_earlier_or_later_than_the_policy_says_earns_nothing(domain):
 
 
 @in_every_domain
-def test_a_step_left_out_earns_nothing(domain):
-    for task in some_of(domain):
-        messages, steps = worked(task)
-        for i in range(len(steps)):
-            left = found_first(task, replaced(messages, i))
-            assert replay(task, [*left, say("Done.")]) == 0.0, (task, steps[i])
-
-
-@in_every_domain
-def test_a_write_or_a_question_twice_earns_nothing_and_lookups_are_free(domain):
+def test_a_step_left_out_earns_nothing_nor_one_made_twice_but_for_lookups(domain):
     for task in some_of(domain):
         messages, steps = worked(task)
         for i, step in enumerate(steps):
+            left = found_first(task, replaced(messages, i))
+            assert replay(task, [*left, say("Done.")]) == 0.0, (task, step)
             twice = found_first(task, [*messages[: i + 1], messages[i], *messages[i + 1 :]])
             is_free = step.startswith(("get", "find")) or step == "transfer"  # the episode is over
             assert replay(task, twice) == float(is_free), (task, step)
@@ -328,15 +308,6 @@ def test_what_was_done_in_the_wrong_order_is_shown_beside_the_right_one():
     }
 
 
-def test_steps_do_not_depend_on_the_order_of_arguments():
-    task = next(t for t in make_tasks("retail") if t.branch == "gift")
-    look, refund, final = expert_messages(task)
-    name, arguments = function_of(refund)
-    turned = call(name, **dict(reversed(arguments.items())))
-    assert list(function_of(turned)[1]) == ["to", "order"]
-    assert replay(task, [look, turned, final]) == 1.0
-
-
 def test_a_task_without_a_goal_leaves_the_steps_open():
     task = next(t for t in make_tasks("retail") if t.branch == "gift")
     payload = json.loads(task.payload)
@@ -349,10 +320,6 @@ def test_a_task_without_a_goal_leaves_the_steps_open():
 # State
 
 
-def contents(environment):
-    return {name: deepcopy(value) for name, value in vars(environment).items()}
-
-
 @in_every_domain
 def test_reset_erases_everything(domain):
     used = CLASSES[domain]()
@@ -362,7 +329,7 @@ def test_reset_erases_everything(domain):
         used.reset(**after.row())
         fresh = CLASSES[domain]()
         fresh.reset(**after.row())
-        assert contents(used) == contents(fresh)
+        assert vars(used) == vars(fresh)
         assert replay(after, expert_messages(after), used) == 1.0
 
 
@@ -382,14 +349,10 @@ def test_the_same_seed_gives_the_same_tasks_in_every_process():
 
 
 @in_every_domain
-def test_another_seed_gives_other_tasks(domain):
-    first = {task.payload for task in make_tasks(domain, seed=0)}
-    assert not first & {task.payload for task in make_tasks(domain, seed=1)}
-
-
-@in_every_domain
-def test_a_shorter_list_is_the_beginning_of_a_longer_one(domain):
-    assert make_tasks(domain, 20) == make_tasks(domain, 60)[:20]
+def test_another_seed_gives_other_tasks_and_a_longer_list_begins_with_the_shorter(domain):
+    first = make_tasks(domain, seed=0)
+    assert not {task.payload for task in first} & {t.payload for t in make_tasks(domain, seed=1)}
+    assert make_tasks(domain, 20) == first[:20]
 
 
 def seen_by(task):
@@ -441,6 +404,17 @@ def test_difficulties_differ_in_what_the_expert_must_do(domain):
     assert turns["easy"] < turns["medium"] < turns["hard"]
 
 
+# The mean over the families of the largest share of a branch: (.28 + .60 + .30) / 3 for airline.
+COMMONEST = {"airline": 0.393, "retail": 0.370, "telecom": 0.383}
+
+
+@in_the_default_domains
+def test_the_commonest_case_is_a_baseline_and_nothing_earns_nothing(domain):
+    tasks = make_tasks(domain, 150, split="test")
+    found = baselines(embedded(domain), {domain: tasks})[domain]
+    assert found == {"nothing": 0.0, "commonest case": pytest.approx(COMMONEST[domain], abs=0.005)}
+
+
 def test_more_tasks_than_exist_are_refused():
     family = Family(
         name="hello",
@@ -490,18 +464,6 @@ def closing(messages):
 
 
 # Tools
-
-
-def test_a_choice_that_is_not_offered_is_named():
-    environment = CLASSES["airline"]()
-    environment.reset(**make_tasks("airline", 1)[0].row())
-    assert call_tool(environment, "find_flights", {"day": "someday"}) == (
-        '{"error": "wrong arguments: day: Input should be '
-        "'mon', 'tue', 'wed', 'thu', 'fri', 'sat' or 'sun'\"}"
-    )
-    assert call_tool(environment, "get_reservation", {"reservation": "K99"}) == (
-        '{"error": "no K99"}'
-    )
 
 
 def test_schemas_come_from_signatures_and_docstrings():

@@ -8,7 +8,6 @@ from types import SimpleNamespace
 
 import pytest
 
-from pipeline.common.errors import UserError
 from pipeline.config.settings import CustomerSettings
 from pipeline.environments.faults import Outage
 from pipeline.environments.language_models.language_model import (
@@ -17,6 +16,7 @@ from pipeline.environments.language_models.language_model import (
     key_of,
 )
 from tests.support.endpoint import serving
+from tests.support.messages import refusal, says
 
 YES = {"role": "assistant", "content": "Yes."}
 
@@ -57,8 +57,11 @@ def test_a_line_that_is_no_answer_is_refused_by_its_number(tmp_path, line):
     AnswerCache(tmp_path, "rank-0").put("a", YES, 10)
     with (tmp_path / "rank-0.jsonl").open("a") as file:
         file.write(f"{line}\n")
-    with pytest.raises(UserError, match=r"rank-0\.jsonl, line 2: holds no answer .*; remove"):
-        AnswerCache(tmp_path, "rank-1")
+    says(
+        refusal(AnswerCache, tmp_path, "rank-1"),
+        "rank-0.jsonl, line 2: holds no answer ",
+        "; remove",
+    )
 
 
 def customers_of(url, folder, **settings):

@@ -2,11 +2,11 @@
 
 import pytest
 
-from pipeline.common.errors import UserError
 from pipeline.config.rules import check
 from pipeline.config.settings import Config
 from pipeline.environments.domains import load_domains
 from pipeline.environments.language_models.customers import check_scenarios
+from tests.support.messages import refusal, says
 
 CUSTOMER = {"url": "http://host/v1", "model": "m"}
 SHOPS = {"tau2": "somewhere", "domains": ["airline", "retail"]}
@@ -27,9 +27,7 @@ SHOPS = {"tau2": "somewhere", "domains": ["airline", "retail"]}
     ],
 )
 def test_a_bad_combination_is_one_line(section, values, line):
-    with pytest.raises(UserError) as caught:
-        check(Config(**{section: values}))
-    assert str(caught.value).startswith(line) and "\n" not in str(caught.value)
+    assert refusal(check, Config(**{section: values})).startswith(line)
 
 
 @pytest.mark.parametrize(
@@ -43,9 +41,8 @@ def test_a_bad_combination_is_one_line(section, values, line):
     ],
 )
 def test_what_is_no_url_is_refused_at_the_start(url):
-    with pytest.raises(UserError, match=r"^judge_url: got .*; give the base URL") as e:
-        check(Config(judge={"url": url, "model": "m"}))
-    assert "\n" not in str(e.value)
+    line = refusal(check, Config(judge={"url": url, "model": "m"}))
+    says(line, "judge_url: got ", "; give the base URL")
 
 
 @pytest.mark.parametrize(
@@ -65,5 +62,7 @@ def test_a_language_model_without_scenarios_is_refused():
     config = Config(data={"domains": ["airline"]}, customer=CUSTOMER)
     domains = load_domains(config)
     tasks = {"airline": domains["airline"].generate_tasks(0, 2, "test", "medium")}
-    with pytest.raises(UserError, match="no task of airline has a scenario; give τ²"):
-        check_scenarios(config, domains, tasks)
+    says(
+        refusal(check_scenarios, config, domains, tasks),
+        "no task of airline has a scenario; give τ²",
+    )

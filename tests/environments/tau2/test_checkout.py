@@ -8,6 +8,7 @@ from pipeline.common.errors import UserError
 from pipeline.environments.tau2.checkout import TESTED_COMMIT, Checkout
 from pipeline.environments.tau2.domain import _refuse_incomplete, tau2_domain
 from tests.environments.tau2.conftest import SOURCE
+from tests.support.messages import refusal, says
 
 DATA = "data/tau2/domains/airline"
 
@@ -19,10 +20,13 @@ def checked(path):
 
 
 def test_another_project_or_domain_is_refused_by_name(tmp_path, miniature):
-    with pytest.raises(UserError, match=r"airline/db.json is missing or empty; give a whole check"):
-        Checkout(tmp_path, "airline")
-    with pytest.raises(UserError, match=r"got the domain 'bank'; give airline, retail, telecom"):
-        Checkout(miniature, "bank")
+    says(
+        refusal(Checkout, tmp_path, "airline"),
+        "airline/db.json is missing or empty; give a whole check",
+    )
+    says(
+        refusal(Checkout, miniature, "bank"), "got the domain 'bank'; give airline, retail, telecom"
+    )
 
 
 @pytest.mark.parametrize(
@@ -37,8 +41,7 @@ def test_another_project_or_domain_is_refused_by_name(tmp_path, miniature):
 )
 def test_a_faulty_file_is_named(miniature, file, content, why):
     (miniature / DATA / file).write_text(content)
-    with pytest.raises(UserError, match=rf"{DATA}/{'' if why[0] == 'l' else file}.* {why}"):
-        checked(miniature)
+    says(refusal(checked, miniature), f"{DATA}/{'' if why[0] == 'l' else file}", f" {why}")
 
 
 @pytest.mark.skipif(SOURCE != "miniature", reason="a process imports one checkout: TAU2_PATH's")
@@ -72,8 +75,10 @@ def test_databases_on_which_gold_calls_fail_are_refused(checkout_path):
         def call(self, name, arguments):
             return super().call(name, dict.fromkeys(arguments, "lost"))
 
-    with pytest.raises(UserError, match=r"airline: db.json or tasks.json are cut off or changed"):
-        _refuse_incomplete(airline.generate_tasks, Without, [])
+    says(
+        refusal(_refuse_incomplete, airline.generate_tasks, Without, []),
+        "airline: db.json or tasks.json are cut off or changed",
+    )
 
 
 def test_results_say_commit_data_and_reward(domain):

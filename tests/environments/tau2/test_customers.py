@@ -5,21 +5,17 @@ import json
 import pytest
 
 from pipeline.config.settings import Config, RolloutSettings
-from pipeline.data.tasks import Task
 from pipeline.environments.domains import load_domains
 from pipeline.environments.language_models.customers import Customers
 from pipeline.environments.language_models.language_model import LanguageModel
-from pipeline.rollout.rollout import RolloutRequest
 from pipeline.rollout.trajectory import StopReason
 from tests.environments.tau2.conftest import SOURCE
 from tests.support.endpoint import calling, serving
 from tests.support.helpers import (
     Desk,
-    ScriptedSampler,
     call,
-    chat,
     make_task,
-    rollout_of,
+    played,
     say,
 )
 
@@ -49,10 +45,7 @@ def play(config, domain, task, script, folder):
         model = LanguageModel("customer", config.customer, 120, folder)
         opening_messages = Customers(model, [domain.name]).opening_messages
     environments = {domain.name: domain.environment}
-    sampler = ScriptedSampler({9: script})
-    rollout = rollout_of(sampler, chat(), environments, LIMITS, opening_messages=opening_messages)
-    (trajectory,) = rollout([RolloutRequest(task=task, trial=0, key=9)])
-    return trajectory
+    return played([script], environments, LIMITS, [task], opening_messages=opening_messages)[0][0]
 
 
 PHONE_SCRIPT = [  # of the agent
@@ -158,19 +151,14 @@ def test_a_domain_of_ones_own_has_scenarios_in_its_tasks(tmp_path):
     columns = json.dumps({"scenario": "You own a lamp."})
     with_scenario = make_task(columns=columns, payload='{"addition": " there"}')
     with serving(lambda body: "###STOP###" if len(body["messages"]) > 4 else "It hums.") as server:
-        config = config_of(url=server.url)
-        rollout = rollout_of(
-            ScriptedSampler({n: [say("What is wrong?"), say("done")] for n in range(2)}),
-            chat(),
+        model = LanguageModel("customer", config_of(url=server.url).customer, 120, tmp_path)
+        (talked, alone), _ = played(
+            [[say("What is wrong?"), say("done")]] * 2,
             {"desk": Desk},
             LIMITS,
-            opening_messages=Customers(
-                LanguageModel("customer", config.customer, 120, tmp_path), ["desk"]
-            ).opening_messages,
+            [with_scenario, make_task("t2")],
+            opening_messages=Customers(model, ["desk"]).opening_messages,
         )
-        tasks: list[Task] = [with_scenario, make_task("t2")]
-        requests = [RolloutRequest(task=task, trial=0, key=n) for n, task in enumerate(tasks)]
-        talked, alone = rollout(requests)
     said = [m["content"] for m in talked.messages[1:]]
     assert said == ["hello there", "What is wrong?", "It hums.", "done"]
     assert talked.reward == 1.0

@@ -4,24 +4,21 @@ import json
 
 import pytest
 
-from pipeline.common.errors import UserError
 from pipeline.config.settings import Config
 from pipeline.distributed.ranks import Ranks
 from pipeline.environments.domains import load_domains
 from pipeline.environments.language_models.customers import judge_of
 from pipeline.environments.tau2.environment import JUDGE_FILE, judge_prompt
-from pipeline.rollout.rollout import RolloutRequest
 from pipeline.rollout.trajectory import StopReason
 from tests.environments.tau2.conftest import SOURCE
 from tests.environments.tau2.test_customers import LIMITS, task_of
 from tests.support.endpoint import serving
 from tests.support.helpers import (
-    ScriptedSampler,
     call,
-    chat,
-    rollout_of,
+    played,
     say,
 )
+from tests.support.messages import refusal, says
 
 ALONE = Ranks(0, 1, 5)
 pytestmark = pytest.mark.skipif(SOURCE != "miniature", reason="judges the miniature's tasks")
@@ -42,15 +39,13 @@ def config_of(path, url="http://x"):
     return Config(data=data, judge={"url": url, "model": "m", "temperature": 0.5})
 
 
-def play(path, folder, url, script, task_id="0"):
+def play(path, folder, url, script):
     """Play a task of retail whose reward basis is DB and NL_ASSERTION."""
     config = config_of(path, url)
     domain = load_domains(config)["retail"]
     judge = judge_of(config, folder, ALONE)
-    sampler = ScriptedSampler({9: script})
-    environments = {"retail": domain.environment}
-    rollout = rollout_of(sampler, chat(), environments, LIMITS, judge=judge.ask)
-    (trajectory,) = rollout([RolloutRequest(task=task_of(domain, task_id), trial=0, key=9)])
+    tasks, environments = [task_of(domain, "0")], {"retail": domain.environment}
+    (trajectory,), _ = played([script], environments, LIMITS, tasks, judge=judge.ask)
     judge.close()
     return trajectory
 
@@ -117,9 +112,8 @@ def test_an_episode_without_a_verdict_is_left_out(checkout_path, tmp_path):
 
 def test_a_judge_is_needed_for_the_official_reward(checkout_path):
     data = {"tau2": str(checkout_path), "domains": ["retail"]}
-    with pytest.raises(UserError) as refused:
-        load_domains(Config(data=data | {"tau2_arguments": {"reward": "official"}}))
-    assert str(refused.value) == (
+    config = Config(data=data | {"tau2_arguments": {"reward": "official"}})
+    assert refusal(load_domains, config) == (
         "tau2: reward: official needs a judge for 2 tasks of retail (0, 2); give judge_url and "
         "judge_model, or verifiable"
     )
@@ -129,5 +123,7 @@ def test_a_checkout_with_another_judge_is_refused(miniature):
     (miniature / JUDGE_FILE).write_text(
         "def evaluate():\n    system_prompt = 1\n", encoding="utf-8"
     )
-    with pytest.raises(UserError, match=r"evaluator_nl_assertions.py has no function with traj"):
-        judge_prompt(miniature, [], ["Tells it."])
+    says(
+        refusal(judge_prompt, miniature, [], ["Tells it."]),
+        "evaluator_nl_assertions.py has no function with traj",
+    )

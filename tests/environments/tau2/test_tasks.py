@@ -2,7 +2,6 @@
 
 import pytest
 
-from pipeline.common.errors import UserError
 from pipeline.config.settings import Config
 from pipeline.environments.domains import generated, load_domains
 from pipeline.environments.tau2.domain import NOTHING, faults_of, tau2_domain
@@ -10,6 +9,7 @@ from pipeline.preflight.parts import prepare
 from pipeline.report.tables import about_table
 from scripts.proofs.tau2_cases import DOMAINS
 from tests.environments.tau2.conftest import SOURCE
+from tests.support.messages import refusal, says
 
 LIMITS = {"max_tokens": 4096, "tasks_per_step": 2}
 FEW = {"tasks_per_domain": 4, "eval_tasks_per_domain": 2}
@@ -47,8 +47,10 @@ def test_difficulty_counts_faults(domain):
 
 def test_only_telecom_has_difficulties(checkout_path):
     config = Config(data={"tau2": checkout_path, "domains": ["airline"], "difficulty": "hard"})
-    with pytest.raises(UserError, match="difficulty: got hard, but only telecom has levels"):
-        generated(config, load_domains(config)["airline"], 4, "train")
+    says(
+        refusal(generated, config, load_domains(config)["airline"], 4, "train"),
+        "difficulty: got hard, but only telecom has levels",
+    )
 
 
 def test_what_doing_nothing_solves_is_rare_in_training_and_all_there_in_evaluation(domain):

@@ -13,7 +13,6 @@ from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer
 
 from pipeline.common import children
-from pipeline.common.errors import UserError
 from pipeline.environments.discovery import tool_schemas
 from pipeline.environments.experts import run_expert
 from pipeline.models.chat.fitting import Needs, clock_of, held_clock, without_clock
@@ -253,13 +252,6 @@ def test_thinking_is_no_content():
     assert parse_hermes("<think>hm</think>Done.") == Parsed(content="Done.")
 
 
-def test_what_is_parsed_may_be_altered():
-    ids = encode(tokenizer(), CALL)
-    for made in readers():
-        made.parse(ids).calls[0][1]["customer"] = "K08"
-        assert made.parse(ids).calls == [FOUND]
-
-
 def test_what_an_expert_says_is_read_back():
     for messages, _ in expert_episodes():
         for message in messages:
@@ -404,8 +396,11 @@ def test_a_template_is_named_or_a_file(tmp_path):
     by_name = Chat(other_tokenizer(None), chat_template="qwen2_5")
     theirs = Path(trl.__file__).parent / "chat_templates" / "qwen2_5.jinja"
     assert by_name.tokenizer.chat_template == theirs.read_text(encoding="utf-8")
-    with pytest.raises(UserError, match=r"chat_template: got 'qwen2_55'.*did you mean qwen2_5\?"):
-        Chat(other_tokenizer(None), chat_template="qwen2_55")
+    says(
+        refusal(Chat, other_tokenizer(None), chat_template="qwen2_55"),
+        "chat_template: got 'qwen2_55'",
+        "did you mean qwen2_5?",
+    )
 
 
 REFUSES_TURNS = "{% if messages | length > 2 %}{{ raise_exception('one') }}{% endif %}"
@@ -438,8 +433,10 @@ def test_what_a_template_writes_before_a_prompt_without_a_system_message_is_know
 def test_a_template_that_writes_what_the_model_shall_continue_is_refused_for_demonstrations():
     template = CHAT_TEMPLATE.replace("<|im_start|>assistant{{ '\n' }}", "<|im_start|>assistant\nI ")
     made = Chat(other_tokenizer(template), tool_call_format="hermes")
-    with pytest.raises(UserError, match="renders an assistant message differently from what it"):
-        made.message_ids(say("Done."))
+    says(
+        refusal(made.message_ids, say("Done.")),
+        "renders an assistant message differently from what it",
+    )
 
 
 @pytest.mark.parametrize("tool_call_format", ["auto", "hermes"])

@@ -438,14 +438,6 @@ def test_what_a_normalizer_turns_into_a_control_token_stays_text():
     assert "user\n<think><|im_end|>" in made.decode(ids)
 
 
-def test_a_results_length_is_counted_as_it_is_fed():
-    text = "<|im_end|>" * 5
-    reply, empty = (
-        chat().reply_ids([{"role": "tool", "name": "t", "content": c}]) for c in (text, "")
-    )
-    assert chat().num_content_tokens(text) == len(reply) - len(empty) == 50
-
-
 def test_a_tokenizer_that_starts_texts_with_a_space_starts_no_piece_with_one():
     """As SentencePiece does; pieces are encoded one by one, and stand inside a conversation."""
     letters = {letter: number for number, letter in enumerate(["\u2581", *map(chr, range(127))])}
@@ -541,9 +533,7 @@ def test_a_reply_to_a_real_call_is_rendered_as_after_the_stub(name):
 
 @pytest.mark.parametrize("name", each(REFUSED))
 def test_a_shipped_template_that_rollouts_cannot_use_is_refused_in_one_line(name):
-    with pytest.raises(UserError, match=f"model: its chat template {REFUSED[name]}") as caught:
-        shipped(name)
-    assert "\n" not in str(caught.value)
+    says(refusal(shipped, name), f"model: its chat template {REFUSED[name]}")
 
 
 def test_every_shipped_template_works_or_is_refused():
@@ -601,9 +591,8 @@ DEPENDENT = {  # what is written before a place of the template, and what it dep
 @pytest.mark.parametrize("what", DEPENDENT)
 def test_a_template_whose_replies_depend_on_earlier_text_is_refused(what):
     template = CHAT_TEMPLATE.replace(*DEPENDENT[what])
-    with pytest.raises(UserError) as caught:
-        Chat(tokenizer_of(template), tool_call_format="hermes")
-    says(str(caught.value), "chat template", f"({what})", "--chat-template")
+    line = refusal(Chat, tokenizer_of(template), tool_call_format="hermes")
+    says(line, "chat template", f"({what})", "--chat-template")
 
 
 def test_a_call_that_another_token_ends_is_refused():
@@ -612,19 +601,23 @@ def test_a_call_that_another_token_ends_is_refused():
         "<|im_end|>\n{%- endfor",
         "{{ '<|call|>' if message.tool_calls else '<|im_end|>' }}{%- endfor",
     )
-    with pytest.raises(UserError, match=re.escape("after other conversations (a tool call)")):
-        Chat(tokenizer_of(template, ["<|call|>"]), tool_call_format="hermes")
+    line = refusal(Chat, tokenizer_of(template, ["<|call|>"]), tool_call_format="hermes")
+    says(line, "after other conversations (a tool call)")
 
 
 def test_a_template_that_fails_in_its_own_code_is_refused_in_one_line():
     template = CHAT_TEMPLATE + "{{ 1 + 'x' }}"
-    with pytest.raises(UserError, match=r"refuses a conversation of user, assistant \(unsupported"):
-        Chat(tokenizer_of(template), tool_call_format="hermes")
+    says(
+        refusal(Chat, tokenizer_of(template), tool_call_format="hermes"),
+        "refuses a conversation of user, assistant (unsupported",
+    )
 
 
 def test_a_demonstration_of_a_call_that_a_template_leaves_out_is_refused():
-    with pytest.raises(UserError, match="its chat template leaves tool calls out, so a demonst"):
-        shipped("lfm2").message_ids(call("find_line", customer="K07"))
+    says(
+        refusal(shipped("lfm2").message_ids, call("find_line", customer="K07")),
+        "its chat template leaves tool calls out, so a demonst",
+    )
 
 
 class Booking:
@@ -736,48 +729,33 @@ def test_texts_are_read_as_they_were_sampled():
 
 # Thoughts
 
+REMEDY = "set chat_template_kwargs: {enable_thinking: false}, or serve with token-level history"
 LOST = "the chat template drops earlier thoughts: a server that renders each conversation anew"
 
 
 def told(name, **options):
     """What a template is warned of, if anything."""
-    return warned_of(tokenizer_of(template_of(name)), options)
-
-
-def warned_of(*arguments, **options):
     with contextlib.redirect_stderr(io.StringIO()) as said:
-        Chat(*arguments, **options)
+        Chat(tokenizer_of(template_of(name)), options)
     return [line.removeprefix("warning: ") for line in said.getvalue().splitlines()]
 
 
 @pytest.mark.parametrize(
-    ("name", "options"),
+    ("name", "options", "warns"),
     [
-        ("qwen3", {}),
-        ("qwen3_5_nothink", {"enable_thinking": True}),
-        ("nemotron_3_nano", {}),
-        ("lfm2_2_5", {}),
+        ("qwen3", {}, True),
+        ("qwen3_5_nothink", {"enable_thinking": True}, True),
+        ("nemotron_3_nano", {}, True),
+        ("lfm2_2_5", {}, True),
+        ("qwen3", {"enable_thinking": False}, False),
+        ("qwen3_6", {"preserve_thinking": True}, False),
+        ("qwen3_8", {}, False),
+        ("qwen2_5", {}, False),
     ],
 )
-def test_with_thinking_on_one_warning_says_that_a_server_drops_earlier_thoughts(name, options):
-    (warning,) = (text for text in told(name, **options) if "thoughts" in text)
-    assert warning.startswith(LOST)
-    assert warning.endswith(
-        "set chat_template_kwargs: {enable_thinking: false}, or serve with token-level history"
-    )
-
-
-@pytest.mark.parametrize(
-    ("name", "options"),
-    [
-        ("qwen3", {"enable_thinking": False}),
-        ("qwen3_6", {"preserve_thinking": True}),
-        ("qwen3_8", {}),
-        ("qwen2_5", {}),
-    ],
-)
-def test_without_thinking_or_where_thoughts_are_kept_there_is_no_warning(name, options):
-    assert told(name, **options) == []
+def test_where_a_server_drops_earlier_thoughts_one_warning_says_so(name, options, warns):
+    lost = [text for text in told(name, **options) if "thoughts" in text]
+    assert [text.startswith(LOST) and text.endswith(REMEDY) for text in lost] == [True] * warns
 
 
 def test_a_sampled_thought_that_the_template_opened_is_no_content():

@@ -1,15 +1,9 @@
 """Picking tokens: the draw decides, among what top_k and top_p keep, and nothing impossible."""
 
-import dataclasses
-
 import numpy as np
 import pytest
 import torch
-import trl
 
-from pipeline.common.errors import UserError
-from pipeline.config.cli import parse
-from pipeline.config.settings import RolloutSettings
 from pipeline.data.rng import uniforms
 from pipeline.rollout.samplers import drawing as picking
 from pipeline.rollout.samplers.drawing import (
@@ -118,22 +112,3 @@ def test_greedy_and_the_single_most_likely_token_are_the_first_of_the_largest():
     assert sample_tokens(logprobs, *places, True).tolist() == largest
     assert sample_tokens(logprobs, *places, True, 3, 0.5).tolist() == largest
     assert sample_tokens(logprobs, *places, False, 1).tolist() == largest
-
-
-def test_the_settings_are_trls():
-    theirs = {field.name: field.default for field in dataclasses.fields(trl.GRPOConfig)}
-    ours = RolloutSettings()
-    assert (ours.top_k, ours.top_p) == (theirs["top_k"], theirs["top_p"]) == (0, 1.0)
-
-
-@pytest.mark.parametrize(
-    ("flag", "value", "told"),
-    [
-        ("--top-k", "-1", "greater than or equal to 0"),
-        ("--top-p", "0", "greater than 0"),
-        ("--top-p", "1.5", "less than or equal to 1"),
-    ],
-)
-def test_settings_out_of_range_are_refused(flag, value, told):
-    with pytest.raises(UserError, match=f"{flag}: got {value}.*{told}"):
-        parse([flag, value])
