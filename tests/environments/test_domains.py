@@ -16,7 +16,7 @@ from pipeline.environments.experts import run_expert
 from pipeline.evaluation.baselines import baselines
 from pipeline.models.tiny import tiny_model
 from pipeline.preflight.parts import prepare
-from pipeline.training.sft import IGNORED, encode, sft_examples
+from pipeline.training.sft import encode, sft_examples
 from tests.support.helpers import save_tasks, tokenizer
 from tests.support.messages import refusal, says
 
@@ -255,19 +255,6 @@ def test_shares_of_a_module_for_families_without_tasks_are_a_note(own):
 # Resolved alike
 
 
-def test_what_a_module_offers_belongs_to_its_domain(own):
-    domains = load_domains(own(domains=("bank", "airline")))
-    assert list(domains) == ["bank", "airline"]
-    module = sys.modules["own_bank"]
-    bank, airline = domains.values()
-    assert (bank.environment, bank.expert) == (module.BankEnvironment, module.expert)
-    assert bank.generate_tasks is module.generate_tasks
-    assert (list(bank.words()), bank.max_tasks) == (list(module.WORDS), None)
-    assert airline.expert is sys.modules["pipeline.environments.embedded.airline"].expert
-    assert airline.max_tasks == 100_000
-    assert "find_reservation" in airline.words()
-
-
 def test_slots_with_all_that_an_episode_sets_are_fine(own):
     names = "('account', 'user', 'frozen', 'final_message', 'stop_reason')"
     prepare(own(BANK.replace(CLASS, f"{CLASS}\n    __slots__ = {names}"), "slotted_bank"))
@@ -314,20 +301,6 @@ def test_the_demonstrations_are_what_a_rollout_would_hold(own):
     assert task.prompt[-1]["content"] == "freeze it"
     wrong = [run_expert(bank.make(), bank.expert, task, 0.0, seed)[1] for seed in range(20)]
     assert 0.0 in wrong
-
-
-def test_an_own_expert_gives_the_warm_start_its_share_of_rows(own):
-    config = own(domains=("bank", "airline"))
-    parts = prepare(config)
-    rows = sft_examples(config, parts.chat, parts.demonstrations)
-    starts = [parts.tokenizer.decode(row["input_ids"]).split("\n")[1] for row in rows]
-    assert sorted(starts) == ["airline"] * 6 + ["bank"] * 6
-    trained = [
-        parts.tokenizer.decode([token for token in row["labels"] if token != IGNORED])
-        for row, start in zip(rows, starts, strict=True)
-        if start == "bank"
-    ]
-    assert all(text.startswith("Which account?<|im_end|><tool_call>") for text in trained)
 
 
 def test_own_words_are_tokens_of_the_tiny_model(own):

@@ -1,6 +1,5 @@
 """A dataset of one's own: what trains, what is held out, and what is told before the run."""
 
-import datetime
 import json
 from collections import Counter
 from dataclasses import replace
@@ -202,25 +201,6 @@ def test_eval_tasks_or_a_test_split_are_held_out(place):
     given, notes = prepared(source, eval_tasks={"sums": other}, tasks_per_domain=9)
     assert requests(given.held_out) == ["20 + 1", "21 + 1", "22 + 1"]
     assert notes[0].startswith("sums: 20 tasks: 4 for validations, 9 for training, 7 unused (t")
-
-
-def test_columns_keep_their_values(place):
-    """But for nulls of keys inside of a column, which Arrow adds to objects without the key."""
-    day, nested = datetime.date(2026, 1, 2), {"a": [1, None], "b": None}
-    found = rows(10, day=day, nested=nested, hint=None)
-    found[0] |= {"hint": "x", "nested": {"a": [], "b": "y"}}
-    (place / "own").mkdir()
-    Dataset.from_list(found).to_parquet(place / "own" / "train-00000.parquet")
-    sets, _ = prepared("own")
-    plain = next(task for task in [*sets.train, *sets.validation] if task.id == "1")
-    assert json.loads(plain.columns) == {
-        **{"answer": "2", "day": "2026-01-02", "nested": {"a": [1, None]}, "hint": None}
-    }
-    uneven = [{**row, **({"hint": "x"} if number else {})} for number, row in enumerate(rows(10))]
-    of_file, _ = prepared(lines(place / "uneven.jsonl", uneven))
-    parts = [*of_file.train, *of_file.validation, *of_file.held_out]
-    (first,) = [task for task in parts if task.id == "0"]
-    assert json.loads(first.columns) == {"answer": "1", "hint": None}
 
 
 @pytest.mark.parametrize(

@@ -118,14 +118,6 @@ def test_a_tokenizer_keeps_what_its_configuration_and_its_class_add(tmp_path):
     assert loaded.eos_token == loaded.unk_token == "<|endoftext|>"  # the class's own
 
 
-def test_without_a_tokenizer_json_the_class_splits(tmp_path):
-    own_split().model.save(str(tmp_path))  # vocab.json and merges.txt
-    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "GPT2Tokenizer"}')
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
-    loaded = load_tokenizer(ModelSettings(model=str(tmp_path)))
-    assert loaded.tokenize("tt\n    10") == ["tt", "Ċ", "ĠĠ", "Ġ", "Ġ", "10"]
-
-
 # Sampling
 
 

@@ -2,27 +2,14 @@
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch import nn
 
-from pipeline.models import lora, sampling_copy
+from pipeline.models import sampling_copy
 from pipeline.models.sampling_copy import SamplingCopy, trained_weights
 from scripts.proofs.grid import small_model
 from tests.models.test_lora import MODELS, attached, logits, moved
 
 EACH_KIND = pytest.mark.parametrize("kind", MODELS)
-
-
-@EACH_KIND
-def test_of_a_model_with_lora_the_adapters_are_given_under_the_names_of_their_file(kind, tmp_path):
-    model = moved(attached(MODELS[kind]()))
-    given = dict(trained_weights(model))
-    lora.save(model, tmp_path)
-    saved = load_file(tmp_path / "adapter_model.safetensors")
-    assert given.keys() == saved.keys()
-    assert all(torch.equal(given[name], saved[name]) for name in saved)
-    own = {p.data_ptr() for p in model.parameters() if p.requires_grad}
-    assert {tensor.data_ptr() for tensor in given.values()} == own
 
 
 @EACH_KIND

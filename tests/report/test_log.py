@@ -88,13 +88,6 @@ def test_a_tracker_that_cannot_be_imported_is_refused_before_a_run(tmp_path, mon
     assert not (tmp_path / "run").exists()
 
 
-def test_a_tracker_whose_folder_is_a_file_is_refused_at_the_start(tmp_path):
-    (tmp_path / "tensorboard").write_text("")
-    why = "report_to: TensorBoard cannot start .FileExistsError: .*; mend that, or report to none"
-    with pytest.raises(UserError, match=why):
-        RunLog(tmp_path, config("tensorboard"), is_main=True)
-
-
 def test_a_resumed_run_drops_what_it_will_write_again(tmp_path, capsys):
     metrics, timings = tmp_path / "metrics.jsonl", tmp_path / "timings.jsonl"
     with RunLog(tmp_path, config(), is_main=True) as log:

@@ -8,7 +8,7 @@ import re
 import pytest
 from tokenizers import Tokenizer, decoders, models
 
-from pipeline.report.page_episodes import read_episodes, token_texts_of
+from pipeline.report.page_episodes import read_episodes
 from pipeline.report.plots import pictures
 from pipeline.report.write import rich, sections_of, table, write_report
 from tests.support.browser import Page
@@ -215,12 +215,6 @@ def test_a_transcript_that_was_cut_off_is_read_as_far_as_it_goes(tmp_path):
     index = read_episodes(tmp_path).index
     assert 40 < index["total"] < 80
     assert index["shown"] == index["total"]
-
-
-def test_a_character_of_several_tokens_stands_at_the_last_of_them(tmp_path):
-    texts = token_texts_of(write_tokenizer(tmp_path))
-    assert texts([0, 1, 3, 4, 2]) == ["call", " look", "", "ä", " up"]
-    assert texts([3, 0, 4]) == ["\ufffd", "call", "\ufffd"]
 
 
 def test_text_is_escaped_before_its_marks_become_elements():

@@ -189,14 +189,6 @@ def test_an_interrupted_run_is_reported_as_far_as_it_came(tmp_path, without_pict
     assert "| telecom | 21 to 30 |" not in text
 
 
-@pytest.mark.parametrize("line", ["[1]", '{"kind": tr', "[" * 100_000])
-def test_a_damaged_line_of_the_metrics_is_named(tmp_path, line):
-    folder = make_run(tmp_path / "run", ("mixed",))
-    lines = (folder / "metrics.jsonl").read_text().splitlines()
-    (folder / "metrics.jsonl").write_text("\n".join([lines[0], line, *lines[1:], ""]))
-    says(refusal(write_report, folder), "metrics.jsonl, line 2: is no record of a run")
-
-
 def test_what_was_left_out_of_training_is_told_by_domain_and_kind(tmp_path):
     folder = make_run(tmp_path / "run", ("mixed",))
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]

@@ -418,17 +418,6 @@ def test_a_foreign_ranks_file_is_as_none(run_folder, capsys, text):
         assert "killed: telecom" in json.loads(answer(at(address, "now"))[1])["html"]
 
 
-def test_a_pipe_in_place_of_a_file_is_not_waited_for(run_folder, capsys):
-    for name in (RANKS, WARNINGS, "timings.jsonl"):
-        (run_folder / name).unlink(missing_ok=True)
-        os.mkfifo(run_folder / name)
-    assert status.main([str(run_folder)]) == 0
-    (run_folder / TRANSCRIPT).unlink()
-    os.mkfifo(run_folder / TRANSCRIPT)
-    assert command(["report", str(run_folder)]) == 2
-    assert "is no regular file" in capsys.readouterr().err
-
-
 def test_the_page_of_a_run_offers_its_newest_steps_and_when_it_has_ended_all(run_folder):
     for step in range(2, 8):
         write_episodes(run_folder, step)

@@ -331,17 +331,3 @@ def test_a_rollout_that_runs_out_of_memory_goes_on_with_half_as_many_episodes(
         f"warning: out of memory in a rollout with {number} episodes at once; going on with "
         f"max_concurrent_episodes {number // 2}\n"
     )
-
-
-def test_one_episode_that_does_not_fit_ends_the_run_and_other_errors_are_not_retried():
-    model, limits = tiny_model(tokenizer(), seed=1), RolloutSettings(max_concurrent_episodes=1)
-    sampler = ShortOfMemory(model, chat().end_of_turn_id, 1.0, torch.float32)
-    sampler.failing = 2
-    rollout = rollout_of(sampler, chat(), {"desk": Desk}, limits)
-    request = RolloutRequest(task=make_task(), trial=0, key=0)
-    with pytest.raises(RuntimeError, match=r"^out of memory in one episode; lower max_tokens, now"):
-        rollout([request])
-    assert not sampler._slots
-    sampler._allocate = lambda number: 1 / 0
-    with pytest.raises(ZeroDivisionError):
-        rollout([request])

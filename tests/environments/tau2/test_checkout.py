@@ -5,7 +5,7 @@ import subprocess
 import pytest
 
 from pipeline.common.errors import UserError
-from pipeline.environments.tau2.checkout import TESTED_COMMIT, Checkout
+from pipeline.environments.tau2.checkout import Checkout
 from pipeline.environments.tau2.domain import _refuse_incomplete, tau2_domain
 from tests.environments.tau2.conftest import SOURCE
 from tests.support.messages import refusal, says
@@ -79,10 +79,3 @@ def test_databases_on_which_gold_calls_fail_are_refused(checkout_path):
         refusal(_refuse_incomplete, airline.generate_tasks, Without, []),
         "airline: db.json or tasks.json are cut off or changed",
     )
-
-
-def test_results_say_commit_data_and_reward(domain):
-    about = domain.about()
-    assert TESTED_COMMIT in about["commit"]
-    assert about["reward"] == "verifiable"
-    assert {"commit", "data_sha256", "tasks_in_splits"} <= about.keys()

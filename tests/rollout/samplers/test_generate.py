@@ -18,7 +18,6 @@ from pipeline.data.rng import stream_key
 from pipeline.models import capabilities
 from pipeline.preflight import check
 from pipeline.rollout.samplers.choice import make_sampler
-from pipeline.rollout.samplers.drawing import kept
 from pipeline.rollout.samplers.generate import GenerateSampler
 from pipeline.rollout.samplers.own import RowSampler
 from pipeline.training.micro_batches import make_micro_batches
@@ -179,25 +178,6 @@ def test_another_stop_ends_a_message_as_the_end_of_turn_does(make):
         assert stopped.finished == bool(places)
         ends.add(stopped.ids[-1] if places else None)
     assert ends == {END, *stops, None}
-
-
-@pytest.mark.parametrize("make", [RowSampler, GenerateSampler])
-def test_top_k_and_top_p_bound_what_is_drawn_and_leave_its_logprobs(make):
-    model = small_model()
-    trajectories = play(make(model, END, 0.8, torch.float32, top_k=4, top_p=0.8), range(40), 16)
-    ours, theirs = recomputed(model, trajectories, 0.8)
-    assert float((ours - theirs).abs().max()) < 1e-5
-    num_tokens = 0
-    for trajectory in trajectories:
-        ids = torch.tensor([[*trajectory.prompt_ids, *trajectory.completion_ids]])
-        with torch.no_grad():
-            logprobs = (model(ids).logits[0] / 0.8).log_softmax(-1)
-        start = len(trajectory.prompt_ids)
-        for place, sampled in enumerate(trajectory.loss_mask, start):
-            if sampled:
-                assert kept(logprobs[place - 1 : place], 4, 0.8)[0, ids[0, place]]
-                num_tokens += 1
-    assert num_tokens > 300
 
 
 def test_a_checkpoints_own_way_to_sample_changes_nothing():
