@@ -59,23 +59,25 @@ def work(kind: str, num_ranks: int, stderr: str):
     return "done", 0, [], 3
 
 
+RAISED = {
+    "raise": ValueError("no such seat"),
+    "raise no Exception": KeyboardInterrupt(),
+    "mistake": UserError("seat: got 9, give 1 to 6"),
+}
+SENT = {"kill": signal.SIGKILL, "SIGUSR1": signal.SIGUSR1}
+
+
 def befall(kind: str, ranks: Ranks) -> None:
-    if kind == "raise":
-        raise ValueError("no such seat")
-    if kind == "raise no Exception":
-        raise KeyboardInterrupt
-    if kind == "mistake":
-        raise UserError("seat: got 9, give 1 to 6")
-    if kind == "kill":
-        os.kill(os.getpid(), signal.SIGKILL)
+    if kind in RAISED:
+        raise RAISED[kind]
+    if kind in SENT:
+        os.kill(os.getpid(), SENT[kind])
     if kind == "hang":
         time.sleep(1000)
     if kind == "hang outside Python":
         ctypes.PyDLL(None).sleep(1000)  # holds the interpreter's lock: none of its threads runs
-    if kind == "SIGUSR1":
-        os.kill(os.getpid(), signal.SIGUSR1)
-        while not ranks.stop_wanted:
-            time.sleep(0.01)
+    while not ranks.stop_wanted:
+        time.sleep(0.01)
 
 
 def played_in(folder: Path, function, num_ranks: int, *arguments) -> tuple[list, str]:

@@ -114,12 +114,9 @@ def own(tmp_path, monkeypatch):
         return Config.model_validate({**sections, "data": data, "warm_start": warm})
 
     yield make
-    for name in [name for name, module in sys.modules.items() if is_in(module, tmp_path)]:
-        del sys.modules[name]
-
-
-def is_in(module, folder) -> bool:
-    return str(getattr(module, "__file__", None) or "").startswith(str(folder))
+    for name, module in [*sys.modules.items()]:
+        if str(getattr(module, "__file__", None)).startswith(str(tmp_path)):
+            del sys.modules[name]
 
 
 # What a module may say of its domain

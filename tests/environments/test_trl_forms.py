@@ -149,7 +149,6 @@ def is_kept(name):
 @pytest.mark.parametrize(
     ("name", "what"),
     [
-        ("Secret", "its text differs"),
         ("Server", "its text differs"),
         ("OwnGenerator", "self.number differs"),
         ("KeptGenerator", "self.rng differs"),

@@ -383,7 +383,7 @@ WHOLE += '"stop_reason": "completed", "messages": '
 )
 def test_files_that_no_run_has_written_are_one_line(run_folder, capsys, name, text):
     with served(run_folder) as address:
-        data = gzip.compress(text.encode()) if name == TRANSCRIPT else text.encode()
+        data = gzip.compress(f"{text}\n".encode()) if name == TRANSCRIPT else text.encode()
         (run_folder / name).write_bytes(data)
         for arguments in (["status"], ["report"], ["watch", "--port", "0"])[name == TRANSCRIPT :]:
             assert command([*arguments, str(run_folder)]) == 2

@@ -99,11 +99,6 @@ class _Guess:
         return 0.0
 
 
-class Secret(_Guess):
-    def reset(self, **kwargs: Any) -> str:
-        return f"Guess {secrets.randbelow(10**9)}."
-
-
 class OwnGenerator(_Guess):
     def reset(self, **kwargs: Any) -> str:
         self.number = random.Random().random()

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from pipeline.common.errors import UserError
-from pipeline.common.untrusted import one_line, printable, shown
+from pipeline.common.untrusted import shown
 from pipeline.environments.faults import Outage, seconds_of
 from pipeline.environments.language_models import endpoint as module
 from pipeline.environments.language_models.endpoint import Endpoint, Refused
@@ -203,9 +203,7 @@ def test_a_key_that_a_reply_repeats_is_neither_stored_nor_printed(server):
     client = Client(server.url, key=key)
     assert client()["content"] == "Your key is ***."
     assert key not in str(client.paid)
-    for shows in (printable, one_line, shown):
-        assert key not in shows(f"bad key {key} in the request")
-        assert "***" in shows(f"bad key {key} in the request")
+    assert shown(f"bad key {key} in the request") == shown("bad key *** in the request")
 
 
 def test_a_key_that_a_reply_writes_in_another_way_is_masked(server):
@@ -231,15 +229,6 @@ def test_a_reply_without_an_end_is_no_message(server, monkeypatch):
         client()
     server.answer = lambda body: {"content": "x" * 5_000}
     assert len(client()["content"]) == 5_000
-
-
-@pytest.mark.parametrize("part", [slice(-20, None), slice(-10, None), slice(7, 27), slice(0, 12)])
-def test_a_part_of_a_key_alone_is_masked(part):
-    key = "sq9-Lw7xZk2mVb4nRt8pYc1sDf6gHj3w"
-    Client("http://x", key=key)
-    for shows in (printable, one_line, shown):
-        assert key[part] not in shows(f"the key ...{key[part]} is wrong")
-        assert "is wrong" in shows(f"the key ...{key[part]} is wrong")
 
 
 def reply(content, finish_reason="stop", **fields):
