@@ -9,7 +9,6 @@ import torch
 from accelerate import Accelerator, InitProcessGroupKwargs
 
 from pipeline.distributed.ranks import Ranks, parameter_hash
-from pipeline.distributed.sharding import ShardedAdamW
 from scripts.proofs.grid import small_model
 from scripts.proofs.ranks import play_ranks
 
@@ -121,22 +120,3 @@ def test_a_missing_rank_is_named_within_the_deadline(said):
     assert all(0 < result["waited"] < 30 for result in said)
     for waiting in said[1:-1]:
         assert waiting["missing"].startswith("end of stage: ")
-
-
-# The optimizer's moments, spread over the ranks
-
-
-def moments_of_this_rank() -> int:
-    Accelerator()
-    model = small_model()
-    optimizer = ShardedAdamW([{"params": [*model.parameters()]}])
-    model(torch.arange(8)[None], labels=torch.arange(8)[None]).loss.backward()
-    optimizer.step()
-    return sum(state["exp_avg"].numel() for state in optimizer.state.values())
-
-
-def test_each_rank_holds_its_share_of_the_moments():
-    total = sum(p.numel() for p in small_model().parameters())
-    moments = play_ranks(moments_of_this_rank, 3)
-    assert sum(moments) == total
-    assert max(moments) <= 1.1 * total / 3

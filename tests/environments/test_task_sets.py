@@ -537,8 +537,3 @@ def test_all_that_is_summed_into_the_reward_is_named(place):
     _, notes = prepared(lines(place / "sums.jsonl", rows(9)), "plain", **given)
     told = "sums: the reward is the sum of get_reward of Desk (weight 1) and plain (weight 0.5)"
     assert told in notes
-    functions = {"reward_funcs": ["own_rewards:plain", "own_rewards:correct"]}
-    _, notes = prepared(lines(place / "sums.jsonl", rows(9)), **functions)
-    assert "sums: the reward is the sum of plain (weight 1) and correct (weight 1)" in notes
-    _, notes = prepared(lines(place / "sums.jsonl", rows(9)), "plain")
-    assert not any("the reward is the sum" in note for note in notes)

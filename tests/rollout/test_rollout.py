@@ -331,3 +331,12 @@ def test_a_rollout_that_runs_out_of_memory_goes_on_with_half_as_many_episodes(
         f"warning: out of memory in a rollout with {number} episodes at once; going on with "
         f"max_concurrent_episodes {number // 2}\n"
     )
+
+
+def test_one_episode_that_does_not_fit_ends_the_run():
+    model, limits = tiny_model(tokenizer(), seed=1), RolloutSettings(max_concurrent_episodes=1)
+    sampler = ShortOfMemory(model, chat().end_of_turn_id, 1.0, torch.float32)
+    sampler.failing = 2
+    rollout = rollout_of(sampler, chat(), {"desk": Desk}, limits)
+    with pytest.raises(RuntimeError, match=r"^out of memory in one episode; lower max_tokens, now"):
+        rollout([RolloutRequest(task=make_task(), trial=0, key=0)])

@@ -279,14 +279,6 @@ def test_a_step_left_out_earns_nothing_nor_one_made_twice_but_for_lookups(domain
             assert replay(task, twice) == float(is_free), (task, step)
 
 
-def test_a_check_in_one_message_with_a_remedy_earns_nothing():
-    for task in filter(lambda task: task.branch == "check", make_tasks("telecom_chat")):
-        look, check, remedy, final = worked(task)[0]
-        assert replay(task, [look, check, remedy, final]) == 1.0
-        both = say(f"{check['content']} {remedy['content']}")
-        assert replay(task, [look, both, final]) == 0.0
-
-
 def test_what_was_done_in_the_wrong_order_is_shown_beside_the_right_one():
     task = next(t for t in make_tasks("retail") if t.branch == "gift")
     order = json.loads(task.payload)["goal"]["record"]
