@@ -147,12 +147,6 @@ def test_the_pieces_of_an_episode_are_the_conversation_rendered_at_once():
     assert max(turns) >= 4
 
 
-def test_what_is_returned_may_be_altered():
-    prompt = chat().prompt_ids(ASKED, TOOLS)
-    chat().prompt_ids(ASKED, TOOLS).clear()
-    assert chat().prompt_ids(ASKED, TOOLS) == prompt
-
-
 # No text becomes a control token
 
 

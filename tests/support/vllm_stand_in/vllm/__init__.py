@@ -8,7 +8,6 @@ the request, of the tokens that top-k and top-p leave.
 
 import json
 import os
-import time
 from collections import namedtuple
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -175,22 +174,19 @@ class LLMEngine:
         )
         return f"{name}-internal"
 
-    def _has(self, trouble: str) -> bool:
-        """On rank 1, in the episodes of step 2: does the file `trouble` of the folder name this?"""
-        file = Path("trouble")
-        is_rank = os.environ.get("RANK") == "1" and file.is_file()
+    def _fails(self) -> bool:
+        """On rank 1, in the episodes of step 2, where the folder has a file `trouble`."""
+        is_rank = os.environ.get("RANK") == "1" and Path("trouble").is_file()
         samples = any(request.params.logprobs is not None for request in self.requests.values())
-        return is_rank and self.num_syncs == 5 and samples and file.read_text() == trouble
+        return is_rank and self.num_syncs == 5 and samples
 
     def abort_request(self, names: list[str]) -> None:
         for name in names:
             del self.requests[name]
 
     def step(self) -> list[Any]:
-        if "step" in FAULTS or self._has("fault"):
+        if "step" in FAULTS or self._fails():
             raise RuntimeError("EngineDeadError: the engine is gone")
-        while self._has("hang"):
-            time.sleep(1)
         replies = [self._next(name, request) for name, request in [*self.requests.items()]]
         for change in REPLIES:
             for reply in replies:
