@@ -31,8 +31,8 @@ from pipeline.report.export import push_after_training
 from pipeline.report.run_files import load_run
 from pipeline.report.tables import data_of
 from pipeline.report.write import render
-from tests.support import SMALL_RUN
-from tests.support.hub import hub_stand_in
+from tests.support import SMALL_RUN, http
+from tests.support.hub import Hub
 from tests.support.messages import refusal, says
 from tests.support.report_runs import edited, make_run
 
@@ -276,7 +276,7 @@ def test_the_command_uploads_exactly_the_folder_that_it_wrote_and_training_its_c
     tmp_path, monkeypatch, capsys
 ):
     out = tmp_path / "out"
-    with hub_stand_in() as hub:
+    with http.running(Hub()) as hub:
         hub.files = {"notes.txt": b"mine", "adapter_config.json": b"of an earlier upload"}
         monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", hub.url)
         main([str(SMALL_RUN), str(out), "--push-to-hub", "me/desk", "--private"])

@@ -6,10 +6,9 @@ import json
 import os
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,7 @@ from pipeline.report.run_files import COLUMNS, rows_of_step
 from pipeline.report.trackers import known_id
 from scripts import wandb_dashboard, wandb_sync
 from scripts.proofs.grid import make_trajectory
-from tests.support import ROOT
+from tests.support import ROOT, http
 from tests.support.messages import refusal, says
 
 START = {"kind": "eval", "stage": "start", "after": "start", "step": 0, "eval/retail/success": 0.0}
@@ -146,39 +145,30 @@ class Server(ThreadingHTTPServer):
         return [(number, row["step"]) for number, row in self.rows]
 
 
-class Handler(BaseHTTPRequestHandler):
+class Handler(http.Handler):
     server: Server
 
     def do_POST(self) -> None:
-        body = self.rfile.read(int(self.headers["Content-Length"]))
+        body = self.body()
         answer: dict[str, Any] = {}
         if self.path.endswith("/graphql"):
             asked = json.loads(body)
             answer = {"data": self.server.answer(asked["query"], asked.get("variables") or {})}
         elif self.path.endswith("/file_stream"):
             self.server.take(json.loads(body).get("files", {}))
-        text = json.dumps(answer).encode()
-        self.send_response(200)
-        self.send_header("Content-Length", str(len(text)))
-        self.end_headers()
-        self.wfile.write(text)
+        self.send(json.dumps(answer))
 
     do_GET = do_PUT = do_POST
-
-    def log_message(self, *arguments: object) -> None:
-        pass
 
 
 @pytest.fixture
 def server(machine) -> Iterator[Server]:
-    with Server() as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+    with http.running(Server()) as server:
         machine.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{server.server_port}")
         machine.setenv("WANDB_API_KEY", KEY)
         yield server
         if "wandb" in sys.modules:
             sys.modules["wandb"].teardown()
-        server.shutdown()
 
 
 # What W&B gets

@@ -3,14 +3,15 @@
 import json
 import ssl
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from http.server import ThreadingHTTPServer
 from pathlib import Path
-from threading import Event, Lock, Thread
+from threading import Event, Lock
 from typing import Any
 
 from pipeline.data.rng import stream_key
+from tests.support import http
 
 Answer = Callable[[dict[str, Any]], dict[str, Any] | str]
 USELESS = {"choices": []}
@@ -57,26 +58,14 @@ class SafeServer(ChatServer):
         self.url = self.url.replace("http:", "https:")
 
 
-class Handler(BaseHTTPRequestHandler):
+class Handler(http.Handler):
     server: ChatServer
     protocol_version = "HTTP/1.1"
     wbufsize = 1 << 16  # one packet for headers and body
 
-    def log_message(self, *_: Any) -> None:
-        pass
-
-    def _send(self, text: str, status: int = 200, retry_after: str = "") -> None:
-        body = text.encode()
-        self.send_response(status)
-        self.send_header("Content-Length", str(len(body)))
-        if retry_after:
-            self.send_header("Retry-After", retry_after)
-        self.end_headers()
-        self.wfile.write(body)
-
     def do_POST(self) -> None:
         server = self.server
-        text = self.rfile.read(int(self.headers["Content-Length"])).decode()
+        text = self.body().decode()
         body = json.loads(text)
         with server.lock:
             server.bodies.append(body)
@@ -89,37 +78,24 @@ class Handler(BaseHTTPRequestHandler):
             self.close_connection = True
             return
         elif fault == "gzip":
-            self.send_response(200)
-            self.send_header("Content-Encoding", "gzip")
-            self.send_header("Content-Length", "5")
-            self.end_headers()
-            self.wfile.write(b"plain")
-            return
+            return self.send("plain", Content_Encoding="gzip")
         elif isinstance(fault, str):
-            return self._send(fault)
+            return self.send(fault)
         elif fault is not None:
             status, retry_after = fault if isinstance(fault, tuple) else (fault, "")
-            return self._send(server.refusal, status, retry_after)
+            return self.send(server.refusal, status, Retry_After=retry_after)
         said = server.answer(body)
         message = {"content": said} if isinstance(said, str) else said
         with server.lock:
             server.paid[text] += 1
         usage = {"total_tokens": 10}
-        self._send(json.dumps({"choices": [{"message": message}], "usage": usage}))
+        self.send(json.dumps({"choices": [{"message": message}], "usage": usage}))
 
 
-@contextmanager
 def serving(
     answer: Answer = lambda body: "Yes.", port: int = 0, kind: type[ChatServer] = ChatServer
-) -> Iterator[ChatServer]:
-    with kind(answer, port) as server:
-        thread = Thread(target=server.serve_forever, args=(0.01,), daemon=True)
-        thread.start()
-        try:
-            yield server
-        finally:
-            server.shutdown()
-            thread.join()
+) -> AbstractContextManager[ChatServer]:
+    return http.running(kind(answer, port))
 
 
 def calling(name: str, number: int = 1, **arguments: Any) -> dict[str, Any]:

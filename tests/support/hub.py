@@ -2,11 +2,10 @@
 
 import base64
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from threading import Thread
+from http.server import ThreadingHTTPServer
 from typing import Any
+
+from tests.support import http
 
 
 class Hub(ThreadingHTTPServer):
@@ -22,24 +21,16 @@ class Hub(ThreadingHTTPServer):
         self.tokens: set[str] = set()
 
 
-class Handler(BaseHTTPRequestHandler):
+class Handler(http.Handler):
     server: Hub
 
-    def log_message(self, *_: Any) -> None:
-        pass
-
-    def _answer(self, value: Any, status: int = 200) -> None:
-        body = json.dumps(value).encode()
-        self.send_response(status)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
+    def _answer(self, value: Any) -> None:
+        self.send(json.dumps(value), Content_Type="application/json")
 
     def _body(self) -> bytes:
         self.server.calls.append(f"{self.command} {self.path}")
         self.server.tokens.add(self.headers.get("Authorization", ""))
-        return self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        return self.body()
 
     def do_GET(self) -> None:
         self._body()
@@ -79,15 +70,3 @@ class Handler(BaseHTTPRequestHandler):
             self._answer({"commitUrl": f"{hub.url}/me/desk/commit/1", "commitOid": "1" * 40})
         else:
             self._answer({"errors": [], "warnings": []})
-
-
-@contextmanager
-def hub_stand_in() -> Iterator[Hub]:
-    with Hub() as hub:
-        thread = Thread(target=hub.serve_forever, kwargs={"poll_interval": 0.01})
-        thread.start()
-        try:
-            yield hub
-        finally:
-            hub.shutdown()
-            thread.join()
