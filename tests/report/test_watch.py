@@ -28,6 +28,7 @@ from pipeline.report.plots import pictures
 from pipeline.report.run_files import load_run
 from pipeline.report.server import server_of
 from pipeline.report.watch import LivePage, page_beside
+from tests.support import http
 from tests.support.browser import Page
 from tests.support.messages import refusal, says
 from tests.support.report_runs import (  # noqa: F401
@@ -70,27 +71,22 @@ def run_folder(tmp_path, monkeypatch):
 
 
 @contextmanager
-def served(folder, host="127.0.0.1", port=0):
+def served(folder, host="127.0.0.1"):
     """The address of a page."""
     page = LivePage(folder)
-    server = server_of(page, host, port)
     is_over = threading.Event()
 
     def renew():
         while not is_over.is_set():
             page.renew()
 
-    with server:
-        serving = threading.Thread(target=server.serve_forever, args=(0.05,))
+    with http.running(server_of(page, host, 0)) as server:
         renewing = threading.Thread(target=renew)
-        serving.start()
         renewing.start()
         try:
             yield server.address
         finally:
-            server.shutdown()
             is_over.set()
-            serving.join()
             renewing.join()
 
 
