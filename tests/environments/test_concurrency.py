@@ -26,12 +26,6 @@ LIMITS = RolloutSettings(max_turns=6, max_tokens_per_turn=100, max_tokens=800)
 TIMEOUT_S = 60
 
 
-def play(environments, scripts):
-    """One episode per script, in a domain each: its name, its messages."""
-    tasks = [make_task(f"t{n}", domain=domain) for n, (domain, _) in enumerate(scripts)]
-    return played([script for _, script in scripts], environments, LIMITS, tasks)[0]
-
-
 def test_every_call_of_a_class_that_says_it_is_concurrent_runs_beside_others():
     barriers = {"reset": Barrier(4), "tool": Barrier(3), "get_reward": Barrier(4)}
 
@@ -52,7 +46,7 @@ def test_every_call_of_a_class_that_says_it_is_concurrent_runs_beside_others():
             return super().get_reward()
 
     scripts = [[call("meet"), say("done")] for _ in range(3)] + [[say("done")]]
-    trajectories = play({"desk": Blocking}, [("desk", script) for script in scripts])
+    trajectories, _ = played(scripts, {"desk": Blocking}, LIMITS)
     assert [t.reward for t in trajectories] == [1.0] * 4
     assert not any(t.error for t in trajectories)
     assert not any(barrier.broken for barrier in barriers.values())
@@ -92,7 +86,7 @@ def test_an_episode_goes_on_while_99_others_wait(blocks):
             return super().reset(**row)
 
     scripts = [[say("well")] * 3 + [say("done")]] + [[say("done")]] * 99
-    trajectories = play({"desk": Talking}, [("desk", script) for script in scripts])
+    trajectories, _ = played(scripts, {"desk": Talking}, LIMITS)
     assert [t.error for t in trajectories] == [""] * 100
     assert [t.reward for t in trajectories] == [1.0] * 100
     assert [t.task_id for t in trajectories] == [f"t{n}" for n in range(100)]

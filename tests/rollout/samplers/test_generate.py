@@ -190,9 +190,6 @@ def test_a_checkpoints_own_way_to_sample_changes_nothing():
     assert model.generation_config.top_k == 1
 
 
-# How it is computed
-
-
 # Windows that no episode exceeds
 
 WINDOW = 160  # no conversation of `play` is longer
