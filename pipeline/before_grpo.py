@@ -67,9 +67,9 @@ def before_training(run: Run) -> None:
 def attach_adapters(run: Run, folder: Path | None = None) -> None:
     """Add LoRA adapters to the model, those of the checkpoint `folder` if it has any."""
     learner = run.learner
-    settings = run.config.model
-    base = base_of_adapters(learner.model, settings, run.checkpointer, run.further_state())
-    learner.attach(base)
+    learner.attach(
+        base_of_adapters(learner.model, run.config.model, run.checkpointer, run.further_state())
+    )
     set_weights(learner.model, run.config, run.parts.tokenizer, folder)
     learner.renew_sampler()
 
@@ -85,10 +85,12 @@ def play_agent(run: Run, name: str) -> None:
         return
     if ranks.is_main:  # an agent that failed may have had other ranks
         shutil.rmtree(run.folder / "trajectories" / "agent", ignore_errors=True)
-    given = config.agent.temperature
-    temperature = config.rollout.temperature if given is None else given
-    timeout = config.rollout.call_timeout
-    model = LanguageModel("agent", config.agent, timeout, run.folder, ranks, as_written=True)
+    temperature = config.agent.temperature
+    if temperature is None:
+        temperature = config.rollout.temperature
+    model = LanguageModel(
+        "agent", config.agent, config.rollout.call_timeout, run.folder, ranks, as_written=True
+    )
     with closing(model):
         agent = agent_rollout(run.learner.rollout, model, temperature)
         tasks = [task for tasks in run.parts.held_out.values() for task in tasks]
@@ -227,26 +229,25 @@ def training_tasks(run: Run, count: int, part: int, *key: int | str) -> list[Tas
     Every rank returns the same tasks. Parts 0, 1, ... of the same `key` have other tasks until
     all tasks have been returned. The difficulty is that of the domain's first stage.
     """
-    seed = run.config.run.seed
     tasks = list[Task]()
     first = {domain: stage for stage in reversed(run.parts.stages) for domain in stage.own}
     for domain in [domain for domain in run.config.data.domains if domain in first]:
         source = run.parts.sources(first[domain])[domain]
         most = min(count, num_drawn(source))
-        tasks += tasks_of_source(source, most, part, seed, *key, domain)
+        tasks += tasks_of_source(source, most, part, run.config.run.seed, *key, domain)
     return tasks
 
 
 def _play(run: Run, tasks: Sequence[Task], name: str, *key: int | str) -> list[Trajectory]:
     """Return this rank's groups of episodes of `tasks`; `key` names the random numbers."""
     ranks = run.ranks
-    rollout = run.learner.rollout
     size = run.config.rollout.num_generations
     mine = [tasks[index] for index in ranks.shard(len(tasks))]
     shown = episodes_of(name, len(mine) * size, ranks)
-    seed = run.config.run.seed
     with ranks.phase("sample", name), shown as progress:
-        return play_groups(rollout, ranks, mine, size, seed, *key, progress=progress)
+        return play_groups(
+            run.learner.rollout, ranks, mine, size, run.config.run.seed, *key, progress=progress
+        )
 
 
 def play_for_report(run: Run) -> None:
@@ -266,7 +267,6 @@ def report_start(run: Run, batch: RolloutBatch) -> None:
     if run.ranks.is_main:
         with may_fail("start report", "the run goes on without it"):
             evaluation = next(reversed(run.state.evaluations), None)
-            baselines = run.baselines
-            run.state.start_report = start_report(groups, evaluation, run.config, baselines)
+            run.state.start_report = start_report(groups, evaluation, run.config, run.baselines)
             for line in start_block(run.state.start_report).splitlines():
                 run.say(line)

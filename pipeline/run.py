@@ -51,8 +51,12 @@ def guarded(call: Callable[[], int], argv: Sequence[str]) -> int:
     """
     is_main = os.environ.get("LOCAL_RANK", "0") == "0"
     try:
-        with _keyboard(), environment_variables.named(), _flushed():
-            return call()
+        with _keyboard(), environment_variables.named():
+            try:
+                return call()
+            finally:
+                if sys.stdout is not None:  # a closed pipe is noticed here
+                    sys.stdout.flush()
     except (UserError, RunError) as error:
         if not is_main and not error.is_first:
             time.sleep(SILENT_S)  # most user and machine errors occur on every rank
@@ -80,16 +84,6 @@ def guarded(call: Callable[[], int], argv: Sequence[str]) -> int:
         # A single write keeps this traceback apart from the tracebacks of other ranks.
         sys.stderr.write(printable(heading + traceback.format_exc()))
         return 1
-
-
-@contextmanager
-def _flushed() -> Iterator[None]:
-    """At the end of this context, write what was printed, so that a closed pipe is noticed here."""
-    try:
-        yield
-    finally:
-        if sys.stdout is not None:
-            sys.stdout.flush()
 
 
 def _told(error: OSError, argv: Sequence[str]) -> int | None:
@@ -134,8 +128,8 @@ def _keyboard() -> Iterator[None]:
         raise CtrlC
 
     before = signal.getsignal(signal.SIGINT)
-    thread = threading.current_thread()
-    is_default = before is signal.default_int_handler and thread is threading.main_thread()
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    is_default = before is signal.default_int_handler and in_main_thread
     if is_default:
         signal.signal(signal.SIGINT, interrupt)
     try:
@@ -194,10 +188,9 @@ def _run(argv: list[str], entry: Path | None, hooks: dict[str, Any]) -> int:
 
 def _end_restarts() -> None:
     """Stop a launcher that would start the ranks again after a mistake of the user."""
-    most = "TORCHELASTIC_MAX_RESTARTS"
-    done = "TORCHELASTIC_RESTART_COUNT"
-    left = int(os.environ.get(most, 0)) - int(os.environ.get(done, 0))
-    if left > 0 and os.getppid() == LAUNCHER:
+    most = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0))
+    done = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
+    if done < most and os.getppid() == LAUNCHER:
         os.kill(LAUNCHER, signal.SIGTERM)
 
 

@@ -122,8 +122,10 @@ class Run:
         logged = self.drain_logged(prefix)
         for name in sorted((logged.keys() & own.keys()) - self.warned_of_names):
             self.warned_of_names.add(name)
-            why = "which is the pipeline's, so what a reward function logs there is left out"
-            self.say(f"warning: log_metric: got {name}, {why}; choose another name")
+            self.say(
+                f"warning: log_metric: got {name}, which is the pipeline's, so what a reward "
+                "function logs there is left out; choose another name"
+            )
         return {**logged, **own}
 
     def check_language_models(self) -> None:
@@ -145,8 +147,10 @@ class Run:
         for rank, own in enumerate(self.ranks.all_gather_objects(found, "modules")):
             for name, value in own.items():
                 if late.setdefault(name, value) != value:
-                    why = f"rank {rank} has imported another file than the ranks before it"
-                    raise UserError(f"{name}: {why}; give all the same files")
+                    raise UserError(
+                        f"{name}: rank {rank} has imported another file than the ranks before it; "
+                        "give all the same files"
+                    )
         self.state.made_of = {**late, **known}
 
     def further_state(self) -> dict[str, Any]:
@@ -161,11 +165,18 @@ class Run:
         updater = self.learner.updater
         optimizer = optimizer if updater is None else updater.optimizer
         with self.ranks.phase("checkpoint", self.state.stage, self.state.step):
-            further = self.further_state()
-            seconds = self.checkpointer.save(name, self.learner.model, optimizer, further)
+            seconds = self.checkpointer.save(
+                name, self.learner.model, optimizer, self.further_state()
+            )
         self.watchdog.can_resume = True
-        keys = {"kind": "checkpoint", "stage": self.state.stage, "step": self.state.step}
-        self.log.timings({**keys, "perf/checkpoint_s": seconds})
+        self.log.timings(
+            {
+                "kind": "checkpoint",
+                "stage": self.state.stage,
+                "step": self.state.step,
+                "perf/checkpoint_s": seconds,
+            }
+        )
 
     def save_if_needed(self, name: str = "") -> None:
         """Write a checkpoint unless the last one has all finished steps and evaluations."""
@@ -178,8 +189,7 @@ class Run:
         self.on_batch(self, name, episodes)
         self.checkpointer.check_folder()
         folder = self.folder / "trajectories" / name
-        step = self.state.step
-        path = save_transcripts(folder, step, self.ranks.rank, episodes, advantages)
+        path = save_transcripts(folder, self.state.step, self.ranks.rank, episodes, advantages)
         self.checkpointer.unsynced.append(path)
 
     @cached_property
@@ -190,39 +200,49 @@ class Run:
         """
         if self.config.data.reward_funcs:
             return {}
-        parts = self.parts
-        timeout = self.config.rollout.call_timeout
-        judge = self.learner.rollout.judge
-        return play_baselines(parts.domains, parts.held_out, timeout, judge)
+        return play_baselines(
+            self.parts.domains,
+            self.parts.held_out,
+            self.config.rollout.call_timeout,
+            self.learner.rollout.judge,
+        )
 
     def write_results(self, is_final: bool = True) -> None:
         """Write `results.json`; only the final file has the transfer metrics."""
         updater = {} if self.learner.updater is None else self.learner.updater.state_dict()
-        faults = {"skipped_steps": updater.get("num_skipped_steps")}
-        faults["max_tokens_per_microbatch"] = updater.get("max_tokens_per_microbatch")
+        faults = {
+            "skipped_steps": updater.get("num_skipped_steps"),
+            "max_tokens_per_microbatch": updater.get("max_tokens_per_microbatch"),
+        }
         again = f"--output-dir {self.folder} --resume-from-checkpoint latest writes them again"
         with may_fail("results.json", again):
+            further = {
+                "best": self.state.best,
+                "about": self.parts.about,
+                "rft": self.state.rft,
+                "start": self.state.start_report,
+                "unseen": self.parts.prompts.unseen,
+                "agents": self.state.agents,
+                "made_of": self.state.made_of,
+            }
             facts = {
                 "baselines": self.baselines,
                 "num_ranks": self.ranks.num_ranks,
                 "faults": {name: count for name, count in faults.items() if count},
                 "wall_s": self.checkpointer.wall_s,
+                **{name: fact for name, fact in further.items() if fact},
+                "reward_parts": {n: d.reward_parts for n, d in self.parts.domains.items()},
+                "num_train_tasks": {n: len(tasks) for n, tasks in self.parts.train.items()},
+                "tools": {n: d.tools for n, d in self.parts.domains.items()},
             }
-            further: dict[str, Any] = {"best": self.state.best, "about": self.parts.about}
-            further |= {"rft": self.state.rft, "start": self.state.start_report}
-            further |= {
-                "unseen": self.parts.prompts.unseen,
-                "agents": self.state.agents,
-                "made_of": self.state.made_of,
-            }
-            facts |= {name: of for name, of in further.items() if of}
-            facts["reward_parts"] = {n: d.reward_parts for n, d in self.parts.domains.items()}
-            facts["num_train_tasks"] = {n: len(tasks) for n, tasks in self.parts.train.items()}
-            facts["tools"] = {n: d.tools for n, d in self.parts.domains.items()}
-            stages = self.stages
-            held_out = self.parts.held_out
             write_results(
-                self.folder, self.config, self.state, stages, held_out, facts, is_final=is_final
+                self.folder,
+                self.config,
+                self.state,
+                self.stages,
+                self.parts.held_out,
+                facts,
+                is_final=is_final,
             )
 
 
@@ -303,11 +323,11 @@ def agree_on_origin(
     late = [n for n in earlier.get("made_of", {}) if n.startswith(MODULE) and n not in hashes]
     hashes |= agree_on_model(config, model, parts.chat, late, ranks, is_new=resumed is None)
     enter_ends(model, parts.chat)
-    stages = one_after_another(parts.stages, state.ended_early)
     name = (resumed or Path(config.model.model)).name
     notes = refuse_other_origin(earlier, hashes, name, config.run.override, about)
     for line in notes if ranks.is_main else ():
         say(line)
+    stages = one_after_another(parts.stages, state.ended_early)
     refuse_other_stages(state.evaluations, stages, folder)
     state.config = config.model_dump(mode="json")
     state.about = about
@@ -369,12 +389,12 @@ def open_files(
         watchdog.run_folder = folder
         evaluated = {evaluation["after"] for evaluation in state.evaluations}
         run_folder.begin(origin.files, config, ranks.num_ranks, state.step, evaluated)
-    saved = origin.saved_state if origin.resumed else None
-    log = RunLog(folder, config, is_main=ranks.is_main, state=saved)
+    log = RunLog(folder, config, is_main=ranks.is_main, state=origin.saved_state or None)
     keys = {"kind": "machine", "stage": state.stage, "step": state.step}
     log.timings({**keys, **machine(ranks.num_ranks)})
-    tokenizer = origin.parts.tokenizer
-    checkpointer = Checkpointer(folder, ranks, config.run, state, tokenizer, resumed=origin.resumed)
+    checkpointer = Checkpointer(
+        folder, ranks, config.run, state, origin.parts.tokenizer, resumed=origin.resumed
+    )
     if origin.files is not None:
         stages = one_after_another(origin.parts.stages, state.ended_early)
         write_text(folder / "curriculum.json", json.dumps(describe(stages, config), indent=1))
@@ -391,25 +411,22 @@ def evaluate_held_out(run: Run, after: str) -> None:
     rollout = run.learner.rollout
     tasks = [task for tasks in run.parts.held_out.values() for task in tasks]
     name = f"evaluation after {after}"
-    share = len(run.ranks.shard(len(tasks)))
-    shown = episodes_of(name, share * (trials + settings.eval_greedy), run.ranks)
+    count = len(run.ranks.shard(len(tasks))) * (trials + settings.eval_greedy)
+    shown = episodes_of(name, count, run.ranks)
     with run.ranks.phase("evaluate", run.state.stage, run.state.step), shown as progress:
         sampled, trajectories = evaluate(rollout, tasks, trials, seed, run.ranks, progress=progress)
         greedy = list[EpisodeRecord]()
         if settings.eval_greedy:
             greedy, _ = evaluate(rollout, tasks, 1, seed, run.ranks, greedy=True, progress=progress)
-    is_trained = run.learner.updater is not None
     ends = failed_trials([*sampled, *greedy]) or unscored_trials([*sampled, *greedy])
-    if ends and is_trained:
+    if ends and run.learner.updater is not None:
         run.save_if_needed()  # a check below may end the run
     run.check_language_models()
     when = f"in the evaluation after {after}"
-    counts = error_counts(sampled)
-    stop_on_errors(run.ranks, counts, run.config.rollout, trajectories, when)
+    stop_on_errors(run.ranks, error_counts(sampled), run.config.rollout, trajectories, when)
     refuse_failed_trials([*sampled, *greedy], when)
     found = success(sampled, greedy, trials, settings.success_threshold)
-    entry = {"after": after, "step": run.state.step, "success": found}
-    run.state.evaluations.append(entry)
+    run.state.evaluations.append({"after": after, "step": run.state.step, "success": found})
     keys = {"kind": "eval", "after": after, "stage": run.state.stage, "step": run.state.step}
     run.log.metrics(run.with_logged("eval/", {**keys, **evaluation_metrics(found)}))
     run.log.timings({**keys, "perf/evaluation_s": time.perf_counter() - begun})

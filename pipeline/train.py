@@ -93,11 +93,12 @@ def train(run: Run) -> None:
         if run.state.evaluated(stage.name):
             continue
         first = begin_stage(run, stage)
-        done = first - stage.first_step
-        is_main = run.ranks.is_main
-        later = run.stages[-1].last_step - stage.last_step
         with StageProgress(
-            stage.name, stage.num_steps, is_main=is_main, done=done, num_later=later
+            stage.name,
+            stage.num_steps,
+            is_main=run.ranks.is_main,
+            done=first - stage.first_step,
+            num_later=run.stages[-1].last_step - stage.last_step,
         ) as progress:
             for step in range(first, stage.last_step):
                 if ends_early(run, stage):
@@ -147,17 +148,23 @@ def make_updater(run: Run) -> Updater:
     reference = None
     if config.grpo.beta > 0:
         if resumed is not None:
-            per_stage = config.grpo.reference_per_stage
-            load(folder := folder_of_reference(run.checkpointer, run.stages, per_stage))
+            folder = folder_of_reference(
+                run.checkpointer, run.stages, config.grpo.reference_per_stage
+            )
+            load(folder)
             if folder is None and not config.model.use_peft:
                 weights = weights_of(learner.model, run.ranks)
                 refuse_other_origin(run.saved_state, weights, resumed.name, config.run.override)
         reference = Reference(module)
     if resumed is not None and (reference or config.model.use_peft):
         load(resumed)
-    pad_id = tokenizer.pad_token_id or 0
     updater = Updater(
-        run.accelerator, module, run.ranks, config, reference=reference, pad_id=pad_id
+        run.accelerator,
+        module,
+        run.ranks,
+        config,
+        reference=reference,
+        pad_id=tokenizer.pad_token_id or 0,
     )
     updater.faults_folder = run.folder / "faults"
     if resumed is not None:
@@ -178,13 +185,12 @@ def begin_stage(run: Run, stage: Stage) -> int:
     if is_inside:
         folder = run.folder / "trajectories" / stage.name
         run.records = read_records(folder, run.ranks.rank, run.ranks.num_ranks)
-    if not is_inside:
+    else:
         run.state.error_counts = {}
         run.state.dead_steps = {}
         run.state.decisions = {}
         stages = run.stages[: stage.index + 1]
-        evaluations = run.state.evaluations
-        for line in lost_domains(evaluations, stages, run.config.evaluation):
+        for line in lost_domains(run.state.evaluations, stages, run.config.evaluation):
             run.say(f"warning: {line}")
     run.sources = run.parts.sources(stage)
     validate_when_due(run, stage)  # a resumed run may have stopped before this validation
@@ -216,17 +222,15 @@ def end_stage(run: Run, stage: Stage) -> None:
 
 def profiled(run: Run, step: int) -> AbstractContextManager[None]:
     """Return a context manager that profiles the step if the setting `profile` lists it."""
-    device = run.accelerator.device
-    folder = run.folder / "profile"
-    return step_metrics.step_profile(step, run.config.run.profile, folder, run.ranks, device)
+    return step_metrics.step_profile(
+        step, run.config.run.profile, run.folder / "profile", run.ranks, run.accelerator.device
+    )
 
 
 def collect(run: Run, stage: Stage, step: int) -> RolloutBatch:
     """Collect this rank's rollouts for a step."""
-    rollout = run.learner.rollout
-    batch = collect_rollouts(rollout, run.ranks, run.config, stage, step, run.sources)
-    if run.language_models:
-        run.check_language_models()
+    batch = collect_rollouts(run.learner.rollout, run.ranks, run.config, stage, step, run.sources)
+    run.check_language_models()
     return batch
 
 
@@ -234,9 +238,9 @@ def update(run: Run, stage: Stage, batch: RolloutBatch) -> dict[str, float]:
     """Train on the batch, load the weights into the sampler, return all ranks' statistics."""
     step = run.state.step
     settings = run.config.grpo
-    done = step - stage.first_step
-    peak = run.config.peak_learning_rate
-    learning_rate = learning_rate_at(done, stage.num_steps, peak, settings)
+    learning_rate = learning_rate_at(
+        step - stage.first_step, stage.num_steps, run.config.peak_learning_rate, settings
+    )
     with run.ranks.phase("update", stage.name, step + 1):
         run.learner.sampling.sampler.rest()
         found = [
@@ -308,12 +312,17 @@ def warn_of_stagnation(
 ) -> None:
     """Warn if the policy acts alike, or if neither the weights nor the reward move."""
     collapse = ActionCollapse(**run.state.decisions)
-    domains = run.parts.domains
-    threshold = run.config.evaluation.success_threshold
-    collapse.add(stage, run.state.step, batch.first, domains, threshold, run.ranks)
-    lines = [*collapse.messages(metrics, run.config)]
+    collapse.add(
+        stage,
+        run.state.step,
+        batch.first,
+        run.parts.domains,
+        run.config.evaluation.success_threshold,
+        run.ranks,
+    )
+    standstill = run.standstill.message(metrics, run.config.peak_learning_rate)
+    lines = [*collapse.messages(metrics, run.config), standstill]
     run.state.decisions = vars(collapse)
-    lines.append(run.standstill.message(metrics, run.config.peak_learning_rate))
     for line in filter(None, lines):
         run.say(f"warning: step {run.state.step}: {line}")
 
@@ -321,8 +330,9 @@ def warn_of_stagnation(
 def _refuse_unscored(run: Run, stage: Stage, metrics: Mapping[str, float]) -> None:
     """Raise UserError if no episode of the last steps has a reward, though none failed."""
     left = sum(metrics.get(f"rollout/left_out/reward/{domain}", 0.0) for domain in stage.groups)
-    has_failed = metrics["rollout/stop/environment_error"] > 0
-    is_unscored = left == metrics["rollout/episodes"] and not has_failed
+    is_unscored = (
+        left == metrics["rollout/episodes"] and not metrics["rollout/stop/environment_error"]
+    )
     run.num_unscored_steps = run.num_unscored_steps + 1 if is_unscored else 0
     if run.num_unscored_steps == UNSCORED_STEPS:
         raise UserError(
@@ -348,8 +358,10 @@ def end_step(run: Run, stage: Stage, batch: RolloutBatch) -> None:
     if is_stopped:
         raise RunError(f"stop_on_dead_domain: step {run.state.step}: {lines[0]}")
     if is_spent:
-        given = f"{most}, and reward functions were called {called} times"
-        raise UserError(f"max_reward_calls: got {given}; resume with more and --override")
+        raise UserError(
+            f"max_reward_calls: got {most}, and reward functions were called {called} times; "
+            "resume with more and --override"
+        )
     for line in lines:
         run.say(f"warning: step {run.state.step}: {line}")
 
@@ -361,10 +373,11 @@ def validate_when_due(run: Run, stage: Stage) -> None:
     if not every or step % every or run.state.validated(step):
         return
     begun = time.perf_counter()
-    seed = run.config.run.seed
     tasks = [task for tasks in run.parts.validation.values() for task in tasks]
     with run.ranks.phase("validate", stage.name, step):
-        records, trajectories = evaluate(run.learner.rollout, tasks, 1, seed, run.ranks)
+        records, trajectories = evaluate(
+            run.learner.rollout, tasks, 1, run.config.run.seed, run.ranks
+        )
         run.check_language_models()
         kl = run.kl_probe.divergences(updater_of(run))
     rewards = scored(records)
@@ -374,17 +387,16 @@ def validate_when_due(run: Run, stage: Stage) -> None:
     metrics = validation_metrics(rewards, kl, threshold)
     keys = {"kind": "validation", **keys}
     run.log.metrics(run.with_logged("validation/", {**keys, **metrics}))
-    seconds = {"perf/validation_s": time.perf_counter() - begun}
-    run.log.timings({**keys, **seconds})
+    run.log.timings({**keys, "perf/validation_s": time.perf_counter() - begun})
     mean = mean_success(rewards, run.config.data.domains, threshold)
-    best = run.state.best
-    if run.config.run.keep_best and mean is not None and mean > best.get("success", -1.0):
-        name = f"step-{step:06d}"
-        run.state.best = {"checkpoint": name, "step": step, "success": mean}
+    best = run.state.best.get("success", -1.0)
+    if run.config.run.keep_best and mean is not None and mean > best:
+        run.state.best = {"checkpoint": f"step-{step:06d}", "step": step, "success": mean}
     for line in fallen_domains(run.state.validations, stage, run.config):
         run.say(f"warning: step {step}: {line}")
-    counts = error_counts(records)
-    stop_on_errors(run.ranks, counts, run.config.rollout, trajectories, "in a validation")
+    stop_on_errors(
+        run.ranks, error_counts(records), run.config.rollout, trajectories, "in a validation"
+    )
 
 
 def has_unsaved_best(run: Run) -> bool:
@@ -397,12 +409,12 @@ def ends_early(run: Run, stage: Stage) -> bool:
     best = plateau(run.state.validations, stage, run.config)
     if best is None:
         return False
-    settings = run.config.curriculum
     done = run.state.step - stage.first_step
     run.state.ended_early[stage.name] = done
     run.say(
         f"stage {stage.name} ends after {done} of {stage.num_steps} steps: "
-        f"{settings.plateau_patience} validations without {GAIN:g} more success (best {best:.2f})"
+        f"{run.config.curriculum.plateau_patience} validations without {GAIN:g} more success "
+        f"(best {best:.2f})"
     )
     return True
 
@@ -424,8 +436,10 @@ def finish(run: Run) -> None:
             results = json.loads((run.folder / "results.json").read_text(encoding="utf-8"))
             print(final_table(results))
         if best := run.state.best:
-            which = f"{best['checkpoint']}, mean validation success {best['success']:.3f}"
-            print(f"best checkpoint: {which}; export and chat take it by --checkpoint best")
+            print(
+                f"best checkpoint: {best['checkpoint']}, mean validation success "
+                f"{best['success']:.3f}; export and chat take it by --checkpoint best"
+            )
         print(f"{found}: {run.folder}")
     run.ranks.barrier("end")
 
@@ -437,8 +451,10 @@ def stop(run: Run) -> int:
     if not run.watchdog.can_resume:
         run.say("interrupted before the first checkpoint; start again")
         return 1
-    command = f"--output-dir {run.folder} --resume-from-checkpoint latest"
-    run.say(f"interrupted after {run.state.step} steps; go on with {command}")
+    run.say(
+        f"interrupted after {run.state.step} steps; go on with --output-dir {run.folder} "
+        "--resume-from-checkpoint latest"
+    )
     return INTERRUPTED
 
 

@@ -211,8 +211,9 @@ class Checkpointer:
     def check_folder(self) -> None:
         """Raise MachineError if the run folder was removed or replaced."""
         if not (self.run_folder / ".lock").exists():
-            why = "was removed or replaced during the run; start again"
-            raise MachineError(f"output_dir: {self.run_folder} {why}")
+            raise MachineError(
+                f"output_dir: {self.run_folder} was removed or replaced during the run; start again"
+            )
 
     def machine_fault(self, error: BaseException) -> MachineError | None:
         """Return a MachineError if a lost run folder or a full disk caused `error`, else None."""
@@ -265,8 +266,10 @@ class Checkpointer:
         limit_s = float(os.environ.get(SHUTDOWN_TIMEOUT, 30))
         is_launched = self.ranks.is_main and "TORCHELASTIC_RUN_ID" in os.environ
         if is_launched and seconds > limit_s:
-            why = f"took {seconds:.0f} s, but the launcher ends ranks {limit_s:.0f} s after SIGTERM"
-            say(f"warning: a save {why}; set {SHUTDOWN_TIMEOUT}={2 * seconds:.0f}")
+            say(
+                f"warning: a save took {seconds:.0f} s, but the launcher ends ranks {limit_s:.0f} "
+                f"s after SIGTERM; set {SHUTDOWN_TIMEOUT}={2 * seconds:.0f}"
+            )
         return seconds
 
     def write(

@@ -41,18 +41,14 @@ def write_sharded(
         if is_main:
             lora.save(model, folder, trained)
     else:
-        _write_weights(folder, model)
+        weights = {name: weight.detach() for name, weight in model.named_parameters()}
+        write_parts(folder, weights, _files_of(weights), joins=True)
         if is_main:
             shutil.rmtree(folder / "sharded")  # the parts, which were joined
             model.config.save_pretrained(folder)
             model.generation_config.save_pretrained(folder)
     if optimizer is not None and optimizer.state:
         _write_moments(folder / PARTS, optimizer)
-
-
-def _write_weights(folder: Path, model: Any) -> None:
-    weights = {name: weight.detach() for name, weight in model.named_parameters()}
-    write_parts(folder, weights, _files_of(weights), joins=True)
 
 
 def _write_moments(folder: Path, optimizer: torch.optim.Optimizer) -> None:
@@ -98,8 +94,10 @@ def load_optimizer(path: Path, optimizer: torch.optim.Optimizer) -> None:
     else:
         is_whole = not num_moments
     if not is_whole:
-        why = f"{path.name} has lost moments of its optimizer ({WHOLE} or {PARTS})"
-        raise UserError(f"resume_from_checkpoint: {why}; copy it again, or give an earlier one")
+        raise UserError(
+            f"resume_from_checkpoint: {path.name} has lost moments of its optimizer ({WHOLE} or "
+            f"{PARTS}); copy it again, or give an earlier one"
+        )
     for number, of in saved["state"].items():
         for name in MOMENTS:
             of[name] = placed(of[name], parameters[number])

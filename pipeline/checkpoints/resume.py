@@ -68,9 +68,10 @@ def refuse_differences(ranks: Ranks, facts: Mapping[str, Any], remedy: str) -> N
     for rank, (host, own) in enumerate(gathered):
         for name, value in own.items():
             if value != facts_0.get(name):
-                has = f"rank {rank} on {host} has {shown(value)}"
-                why = f"{has}, rank 0 on {host_0} has {shown(facts_0.get(name))}"
-                raise UserError(f"{name}: {why}; {remedy}")
+                raise UserError(
+                    f"{name}: rank {rank} on {host} has {shown(value)}, rank 0 on {host_0} has "
+                    f"{shown(facts_0.get(name))}; {remedy}"
+                )
 
 
 def share_folder(config: Config, ranks: Ranks) -> Path:
@@ -87,8 +88,8 @@ def share_folder(config: Config, ranks: Ranks) -> Path:
     refuse_differences(ranks, settings, "start all ranks with the same command")
     relative, absolute = ranks.all_gather_objects((folder, folder.absolute()), "run folder")[0]
     sees = sees_folder_of_rank_0(absolute, ranks)[1]
-    seen = {"output_dir": str(absolute) if sees else "no such folder"}
-    refuse_differences(ranks, seen, "name a folder that all nodes share")
+    shared = str(absolute) if sees else "no such folder"
+    refuse_differences(ranks, {"output_dir": shared}, "name a folder that all nodes share")
     return relative if ranks.is_main else absolute
 
 
@@ -189,8 +190,10 @@ def load_start(
     is_adapter = lora.is_adapter(path)
     if state.get("step") and is_adapter != config.model.use_peft:
         held = "LoRA adapters" if is_adapter else "a whole model"
-        got = str(config.model.use_peft).lower()
-        raise UserError(f"use_peft: got {got}, but {path.name} holds {held}; resume with its value")
+        raise UserError(
+            f"use_peft: got {str(config.model.use_peft).lower()}, but {path.name} holds {held}; "
+            "resume with its value"
+        )
     folder: str | Path = path
     if is_adapter and config.model.use_peft:  # else a warm start's adapters are merged
         lora.check_settings(path, config.model)
@@ -233,8 +236,10 @@ def refuse_other_origin(
         return []
     if override:
         return [f"warning: overridden: {name} was made with other {', '.join(changed)}"]
-    remedy = "put back what was there, or start a new run; --override goes on all the same"
-    raise UserError(f"made_of: {name} was made with other {', '.join(changed)}; {remedy}")
+    raise UserError(
+        f"made_of: {name} was made with other {', '.join(changed)}; put back what was there, or "
+        "start a new run; --override goes on all the same"
+    )
 
 
 def _by_domain(about: Mapping[str, Mapping[str, Any]] | None) -> dict[str, Any]:
@@ -272,21 +277,20 @@ def origin_of_model(config: Config) -> SavedState:
     An evaluation trains nothing, so of what the run was made of only its held-out tasks and its
     code count.
     """
-    path = Path(config.model.model)
-    now = config.model_dump(mode="json")
     if config.grpo.use_grpo or run_of_checkpoint(config.model.model) is None:
         return {}
     try:
-        state = read_state(path)
+        state = read_state(Path(config.model.model))
     except (OSError, ValueError, AttributeError):  # a model folder of someone else
         return {}
+    now = config.model_dump(mode="json")
     is_same = all(
         state["config"].get(section, {}).get(name) == now[section][name]
         for section, name in SETTINGS
         if section == "data"
     )
-    saved = state.get("made_of", {})
-    used = {k: v for k, v in saved.items() if k.startswith((HELD_OUT, MODULE))}
+    made_of = state.get("made_of", {}).items()
+    used = {name: value for name, value in made_of if name.startswith((HELD_OUT, MODULE))}
     return {"made_of": used} if is_same else {}
 
 
@@ -326,8 +330,10 @@ def folder_of_reference(
             return None
         path = supervised[0]
     if why := problem(path):
-        needed = f"{path.name}, which the run needs, is damaged ({why})"
-        raise UserError(f"resume_from_checkpoint: {needed}; restore it, or start anew")
+        raise UserError(
+            f"resume_from_checkpoint: {path.name}, which the run needs, is damaged ({why}); "
+            "restore it, or start anew"
+        )
     return path
 
 

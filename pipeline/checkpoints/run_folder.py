@@ -97,8 +97,10 @@ def take_model_of_run(config: Config) -> tuple[Config, list[str]]:
     path, notes = find_checkpoint(folder, "auto")
     if path is None:
         why = notes[0].removeprefix("warning: ") if notes else "it holds none"
-        remedy = "resume the run up to its first checkpoint, or give another model"
-        raise UserError(f"model: got {name!r}, a run without a whole checkpoint ({why}); {remedy}")
+        raise UserError(
+            f"model: got {name!r}, a run without a whole checkpoint ({why}); resume the run up to "
+            "its first checkpoint, or give another model"
+        )
     notes.append(f"model: {path}, the latest checkpoint of its run")
     return config.changed("model", model=str(path)), notes
 
@@ -113,15 +115,19 @@ def check_folder(config: Config, folder: Path | None = None) -> None:
             prefix=".tried-", dir=parent
         ).cleanup()  # some folders only seem writable
     except OSError as error:
-        why = f"'{parent}' is no folder that can be written to ({error.strerror})"
-        raise UserError(f"output_dir: got '{folder}', but {why}; name another folder") from None
+        raise UserError(
+            f"output_dir: got '{folder}', but '{parent}' is no folder that can be written to "
+            f"({error.strerror}); name another folder"
+        ) from None
     if os.path.exists(folder / ".lock"):
         _lock(folder).close()
     if name is not None:
         _candidates(folder, name)
     elif holds_a_run(folder):
-        remedy = "resume it with --resume-from-checkpoint latest, or name another folder"
-        raise UserError(f"output_dir: {folder} holds a run; {remedy}")
+        raise UserError(
+            f"output_dir: {folder} holds a run; resume it with --resume-from-checkpoint latest, or "
+            "name another folder"
+        )
 
 
 def holds_a_run(folder: Path) -> bool:
@@ -152,8 +158,10 @@ def _candidates(folder: Path, name: str) -> list[Path]:
     if name == "auto" or (name == "latest" and checkpoints):
         return checkpoints
     if name == "latest":
-        why = f"{folder} holds no checkpoint; check --output-dir, or leave the flag out"
-        raise UserError(f"resume_from_checkpoint: {why} to start anew")
+        raise UserError(
+            f"resume_from_checkpoint: {folder} holds no checkpoint; check --output-dir, or leave "
+            "the flag out to start anew"
+        )
     inside = folder / "checkpoints" / name
     path = inside if inside.is_dir() else Path(name)
     if path.is_dir() and path.resolve().parent == (folder / "checkpoints").resolve():
@@ -177,17 +185,20 @@ def find_checkpoint(folder: Path, name: str) -> tuple[Path | None, list[str]]:
         notes.append(f"warning: checkpoint {path.name} is passed over: {why}")
     if name == "auto":
         return None, notes
-    why = f"{folder} holds no whole checkpoint of that name ({notes[0]})"
-    remedy = "give latest or an earlier one, or start anew"
-    raise UserError(f"resume_from_checkpoint: got {name!r}, but {why}; {remedy}")
+    raise UserError(
+        f"resume_from_checkpoint: got {name!r}, but {folder} holds no whole checkpoint of that "
+        f"name ({notes[0]}); give latest or an earlier one, or start anew"
+    )
 
 
 def read_state(checkpoint: Path) -> dict[str, Any]:
     """Return the content of state.json. Raises UserError for a format other than FORMAT."""
     state: dict[str, Any] = json.loads((checkpoint / "state.json").read_text(encoding="utf-8"))
     if (number := state.get("format")) != FORMAT:
-        why = f"got {checkpoint.name} with format {number}, but this version reads {FORMAT}"
-        raise UserError(f"checkpoint: {why}; use the version of the package that wrote it")
+        raise UserError(
+            f"checkpoint: got {checkpoint.name} with format {number}, but this version reads "
+            f"{FORMAT}; use the version of the package that wrote it"
+        )
     return state
 
 
@@ -233,8 +244,13 @@ def begin(opened: Opened, config: Config, num_ranks: int, step: int, evaluated: 
         opened.notes.append(f"note: an earlier start left no checkpoint, but files: {earlier}")
     put_aside(folder / "checkpoints", opened.checkpoint)
     drop_newer(folder, step, evaluated)
-    start = {"num_gpus": num_ranks, "output_dir": folder}
-    kept = config.changed("run", resume_from_checkpoint=None, override=False, **start)
+    kept = config.changed(
+        "run",
+        resume_from_checkpoint=None,
+        override=False,
+        num_gpus=num_ranks,
+        output_dir=folder,
+    )
     write_text(folder / RUN_SETTINGS, dump(kept))
 
 
@@ -288,8 +304,10 @@ def refuse_changes(config: Config, state: Mapping[str, Any], name: str) -> list[
         return []
     if config.run.override:
         return [f"overridden since {name}: {', '.join(changes)}"]
-    why = f"{name} was made with other settings ({', '.join(changes)})"
-    raise UserError(f"resume_from_checkpoint: {why}; resume with its settings, or add --override")
+    raise UserError(
+        f"resume_from_checkpoint: {name} was made with other settings ({', '.join(changes)}); "
+        "resume with its settings, or add --override"
+    )
 
 
 def write_manifest(folder: Path, number: int) -> None:
@@ -319,8 +337,8 @@ def hash_of(path: Path) -> str:
 def problem(folder: Path) -> str | None:
     """Return a text about the first damaged, linked or unknown file of a checkpoint, or None."""
     if (manifest := read_manifest(folder)) is None:
-        exists = (folder / MANIFEST).is_file()
-        return f"{MANIFEST} is damaged" if exists else f"it has no {MANIFEST}"
+        is_there = (folder / MANIFEST).is_file()
+        return f"{MANIFEST} is damaged" if is_there else f"it has no {MANIFEST}"
     if folder.is_symlink():
         return "it is a link"
     for path in sorted(folder.rglob("*")):

@@ -75,6 +75,8 @@ def read_records(folder: Path, rank: int, num_ranks: int) -> list[EpisodeRecord]
                         EpisodeRecord(**{name: line[name] for name in names & line.keys()})
                     )
         except _DAMAGED as error:
-            why = f"{path} cannot be read as transcripts ({reason_of(error)})"
-            raise UserError(f"resume_from_checkpoint: {why}; restore it, or start anew") from None
+            raise UserError(
+                f"resume_from_checkpoint: {path} cannot be read as transcripts "
+                f"({reason_of(error)}); restore it, or start anew"
+            ) from None
     return records

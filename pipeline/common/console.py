@@ -118,5 +118,6 @@ def user_module(name: str) -> ModuleType:
     except ModuleNotFoundError as error:
         if error.name is None or not f"{name}.".startswith(f"{error.name}."):
             raise  # a package that the user's module imports
-        why = f"No module named {error.name!r} in {here} or the installed packages"
-        raise ModuleNotFoundError(why, name=error.name) from None
+        raise ModuleNotFoundError(
+            f"No module named {error.name!r} in {here} or the installed packages", name=error.name
+        ) from None

@@ -43,8 +43,10 @@ class LinesFile:
         self._file.seek(0)
         self.size = self._file.read(size).rfind(b"\n") + 1
         if self.size != size:
-            lost = f"{size} bytes, and {self.size} of these remain in whole lines"
-            say(f"warning: {path}: at the checkpoint it had {lost}; the rest stays missing")
+            say(
+                f"warning: {path}: at the checkpoint it had {size} bytes, and {self.size} of these "
+                "remain in whole lines; the rest stays missing"
+            )
         self._file.truncate(self.size)
         self.sync()
 
@@ -94,8 +96,10 @@ def read_records(path: Path) -> list[dict[str, Any]]:
             records.append({intern(name): value for name, value in record.items()})
         except (ValueError, RecursionError):
             if number < len(lines):
-                what = f"is no record of a run ({shown(line)})"
-                raise UserError(f"{path}, line {number}: {what}; restore the file") from None
+                raise UserError(
+                    f"{path}, line {number}: is no record of a run ({shown(line)}); restore the "
+                    "file"
+                ) from None
     return records
 
 

@@ -30,8 +30,12 @@ def check_upload(repo_id: str) -> None:
     try:
         validate_repo_id(repo_id)
     except HFValidationError:
-        form = "write NAME or ORGANISATION/NAME, with letters, digits, -, _ and ."
-        raise UserError(f"hub_model_id: got {shown(repo_id)}; {form}") from None
+        raise UserError(
+            f"hub_model_id: got {shown(repo_id)}; write NAME or ORGANISATION/NAME, with letters, "
+            "digits, -, _ and ."
+        ) from None
     if not get_token():
-        remedy = "set HF_TOKEN, or log in with `hf auth login`"
-        raise UserError(f"push_to_hub: there is no token for the hub; {remedy}")
+        raise UserError(
+            "push_to_hub: there is no token for the hub; set HF_TOKEN, or log in with "
+            "`hf auth login`"
+        )

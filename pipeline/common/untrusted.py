@@ -129,8 +129,10 @@ def lines_of(file: BinaryIO, name: str) -> Iterator[tuple[int, bytes]]:
     """
     for number, line in enumerate(iter(lambda: file.readline(MAX_LINE_BYTES + 1), b""), 1):
         if len(line) > MAX_LINE_BYTES:
-            size = f"more than {MAX_LINE_BYTES >> 20} MiB"
-            raise UserError(f"{name}, line {number}: {size}; give each its own, shorter line")
+            raise UserError(
+                f"{name}, line {number}: more than {MAX_LINE_BYTES >> 20} MiB; give each its own, "
+                "shorter line"
+            )
         yield number, line
 
 

@@ -137,8 +137,9 @@ def seed_of(text: str) -> int:
 
 class _Help(argparse.RawDescriptionHelpFormatter):
     def _format_action_invocation(self, action: argparse.Action) -> str:
-        is_switch = isinstance(action, argparse.BooleanOptionalAction)
-        return action.option_strings[0] if is_switch else super()._format_action_invocation(action)
+        if isinstance(action, argparse.BooleanOptionalAction):
+            return action.option_strings[0]
+        return super()._format_action_invocation(action)
 
 
 def _metavar(annotation: Any) -> str:
@@ -177,16 +178,20 @@ def _value(text: str | bool, annotation: Any, flag: str) -> Any:
     except (ValueError, RecursionError, yaml.YAMLError):
         return text  # `recipe.resolve` raises UserError for text that is not YAML.
     if isinstance(value, dict) and any(":" in str(k) and v is None for k, v in value.items()):
-        hint = "write a space after each colon, as in {bank: FILE}"
-        raise UserError(one_line(f"{flag}: got {shown(text)}; {hint}"))
+        raise UserError(
+            one_line(
+                f"{flag}: got {shown(text)}; write a space after each colon, as in {{bank: FILE}}"
+            )
+        )
     return value
 
 
 def _without_null(annotation: Any) -> Any:
     """Return a setting's type without None and limits: `int` for `PositiveInt | None`."""
     arguments = get_args(annotation)
-    is_optional = type(None) in arguments
-    return getattr(arguments[0], "__origin__", arguments[0]) if is_optional else annotation
+    if type(None) not in arguments:
+        return annotation
+    return getattr(arguments[0], "__origin__", arguments[0])
 
 
 def _with_hyphens(word: str, parser: argparse.ArgumentParser) -> str:

@@ -28,10 +28,14 @@ def known_domains(config: Config) -> dict[str, EnvironmentFactory]:
     """Return what makes the environments of each known domain."""
     known = {name: EnvironmentFactory(factory=target) for name, target in EMBEDDED_DOMAINS.items()}
     if config.data.tau2 is not None:
-        models = {"played_by": config.customer.in_words, "judged_by": config.judge.in_words}
-        given = {**config.data.tau2_arguments, **models, "path": str(config.data.tau2)}
         for name, target in TAU2_DOMAINS.items():
-            arguments = {**given, "domain": name}
+            arguments = {
+                **config.data.tau2_arguments,
+                "played_by": config.customer.in_words,
+                "judged_by": config.judge.in_words,
+                "path": str(config.data.tau2),
+                "domain": name,
+            }
             known[name] = EnvironmentFactory(factory=target, arguments=arguments)
     return known | domains_of_user(config.data)
 
@@ -96,8 +100,7 @@ def with_installed(config: Config) -> Config:
     embedded = EMBEDDED_DOMAINS.keys() - domains_of_user(data)
     environments = dict(data.environments)
     for name in data.domains:
-        found = installed.select(name=name)
-        claims = {_package(point): _factory(point) for point in found}
+        claims = {_package(point): _factory(point) for point in installed.select(name=name)}
         if not claims or name in data.environments:
             continue
         packages = " and ".join(sorted(claims))

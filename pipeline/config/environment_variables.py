@@ -64,8 +64,11 @@ def named() -> Iterator[None]:
     except (UserError, RunError, ImportError):
         raise
     except Exception as error:
-        frames = traceback.extract_tb(error.__traceback__)
-        code = [frame for frame in frames if frame.filename.startswith(_LIBRARIES)]
+        code = [
+            frame
+            for frame in traceback.extract_tb(error.__traceback__)
+            if frame.filename.startswith(_LIBRARIES)
+        ]
         if all(frame.name != "<module>" for frame in code):
             raise
         lines = " ".join(frame.line or "" for frame in code)

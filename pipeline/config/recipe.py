@@ -51,8 +51,15 @@ def load_recipe(source: str | Path) -> Config:
 
 def dump(config: Config) -> str:
     """Return the settings as YAML text, from which `load_recipe` reads an equal `Config`."""
-    values = config.model_dump(mode="json")
-    return str(yaml.dump(values, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100))
+    return str(
+        yaml.dump(
+            config.model_dump(mode="json"),
+            Dumper=_Dumper,
+            sort_keys=False,
+            allow_unicode=True,
+            width=100,
+        )
+    )
 
 
 def find_recipe(source: str | Path) -> Path:
@@ -150,8 +157,7 @@ def instead(name: str) -> str:
 def trl_names() -> dict[str, str]:
     """Return the answers to names of settings in TRL, transformers and PEFT."""
     text = Path(__file__).with_name("trl_names.yaml").read_text(encoding="utf-8")
-    answers: dict[str, str] = yaml.safe_load(text)
-    return answers
+    return dict[str, str](yaml.safe_load(text))
 
 
 def own_domains(tree: Mapping[str, Any]) -> list[str]:

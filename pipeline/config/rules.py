@@ -201,8 +201,7 @@ def _names(config: Config) -> Rows:
         hint = f"name {kind} ({', '.join(choices)})"
         yield from ((name not in choices, f"{setting}: got {name!r}; {hint}") for name in given)
     for setting, names in (("domains", used), ("difficulties", curriculum.difficulties)):
-        is_double = len(set(names)) < len(names)
-        yield is_double, f"{setting}: got {','.join(names)}; name each once"
+        yield len(set(names)) < len(names), f"{setting}: got {','.join(names)}; name each once"
 
 
 def _unknown_domain(name: str, known: Sequence[str]) -> str:
@@ -226,11 +225,15 @@ def _curriculum(config: Config) -> Rows:
         total = sum(shares.values())
         yield total > 1 + 1e-9, f"family_shares: {domain}: got the sum {total:g}; give at most 1"
     for stage in curriculum.stage_tasks:
-        is_double = stage in curriculum.stage_steps
-        yield is_double, f"stage_tasks: got {stage}, as stage_steps has; give one"
+        yield (
+            stage in curriculum.stage_steps,
+            f"stage_tasks: got {stage}, as stage_steps has; give one",
+        )
     for stage in stages:
-        hint = f"order: two stages are called {stage}; rename that domain"
-        yield stages.count(stage) > 1, hint
+        yield (
+            stages.count(stage) > 1,
+            f"order: two stages are called {stage}; rename that domain",
+        )
 
 
 def _numbers(config: Config) -> Rows:
@@ -238,15 +241,21 @@ def _numbers(config: Config) -> Rows:
     for name in LOSSES[grpo.loss_type].unused:
         yield name in changed(grpo), f"{name}: not used by loss_type {grpo.loss_type}; take it out"
     highest = 1 + grpo.upper_clip
-    is_low = grpo.delta is not None and grpo.delta <= highest
-    yield is_low, f"delta: got {grpo.delta}; give more than 1 + epsilon_high, {highest}"
+    yield (
+        grpo.delta is not None and grpo.delta <= highest,
+        f"delta: got {grpo.delta}; give more than 1 + epsilon_high, {highest}",
+    )
     num_steps = grpo.max_steps if grpo.use_grpo else 0
     for step in config.run.profile:
-        hint = f"profile: got step {step}, but {num_steps} are trained; name steps from 1 on"
-        yield step > num_steps, hint
+        yield (
+            step > num_steps,
+            f"profile: got step {step}, but {num_steps} are trained; name steps from 1 on",
+        )
     plan = ",".join(map(str, config.run.plan))
-    is_alone = bool(plan) and not config.run.check
-    yield is_alone, f"plan: got {plan} for a run; give check with it, or take it out"
+    yield (
+        bool(plan) and not config.run.check,
+        f"plan: got {plan} for a run; give check with it, or take it out",
+    )
 
 
 def _is_above(least: float | None, most: float | None) -> bool:

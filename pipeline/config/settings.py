@@ -93,10 +93,9 @@ class Section(BaseModel):
         In a recipe as in a flag, `none` is an empty list.
         """
         annotation = cls.model_fields[str(info.field_name)].annotation
-        is_switch = annotation is bool
         if value == "none" and get_origin(annotation) is list:
             return []
-        if value == "" or (isinstance(value, bool) and not is_switch):
+        if value == "" or (isinstance(value, bool) and annotation is not bool):
             raise PydanticCustomError("not_converted", "Input should not be empty, true or false")
         return value
 
@@ -464,8 +463,8 @@ class Config(Section):
     @property
     def corrects_sampling(self) -> bool:
         """Whether the loss corrects the difference between sampler and trainer."""
-        is_exact = self.rollout.sampler_facts.is_exact
-        return not is_exact and self.grpo.vllm_importance_sampling_correction
+        corrects = self.grpo.vllm_importance_sampling_correction
+        return corrects and not self.rollout.sampler_facts.is_exact
 
     @property
     def is_supervised(self) -> bool:

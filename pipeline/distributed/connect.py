@@ -49,12 +49,11 @@ def _connected(config: Config) -> tuple[Accelerator, Ranks]:
             f"accelerate launch: its configuration asks for {accelerator.distributed_type.value}; "
             f"use --config_file {CONFIGS}/multi_gpu.yaml"
         )
-    launched = int(os.environ.get("WORLD_SIZE", "1"))
-    assert accelerator.num_processes == launched, "ranks do not know each other"
+    num_ranks = accelerator.num_processes
+    assert num_ranks == int(os.environ.get("WORLD_SIZE", "1")), "ranks do not know each other"
     if config.run.deterministic:
         be_deterministic(config.rollout.sampler_facts, accelerator.device)
-    ranks = Ranks(accelerator.process_index, accelerator.num_processes, config.run.timeout)
-    return accelerator, ranks
+    return accelerator, Ranks(accelerator.process_index, num_ranks, config.run.timeout)
 
 
 def be_deterministic(sampler: SamplerFacts, device: torch.device) -> None:

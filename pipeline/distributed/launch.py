@@ -130,8 +130,7 @@ def start_ranks(
 def _free_port() -> int:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        port: int = free.getsockname()[1]
-    return port
+        return int(free.getsockname()[1])
 
 
 def _num_nodes(num_ranks: int) -> int:
@@ -163,8 +162,11 @@ def _with_ranks(num_ranks: int) -> str:
 
 def _num_launched() -> int:
     size = _integer("WORLD_SIZE", 1)
-    needed = ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-    missing = [name for name in needed if name not in os.environ]
+    missing = [
+        name
+        for name in ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+        if name not in os.environ
+    ]
     if size > 1 and missing:
         raise UserError(
             f"WORLD_SIZE is {size} without {', '.join(missing)}, so the processes would not find "
@@ -182,18 +184,16 @@ def _integer(name: str, default: int) -> int:
 
 
 def _set_environment(world: World, log_dir: str) -> None:
-    environ = os.environ
-    environ.pop("KMP_AFFINITY", None)  # Accelerate's value would bind every rank to the same cores
-    environ[STARTED_BY_US] = log_dir
-    environ.setdefault(SHUTDOWN_TIMEOUT, str(SHUTDOWN_TIMEOUT_S))
+    # Accelerate's value would bind every rank to the same cores.
+    os.environ.pop("KMP_AFFINITY", None)
+    os.environ[STARTED_BY_US] = log_dir
+    os.environ.setdefault(SHUTDOWN_TIMEOUT, str(SHUTDOWN_TIMEOUT_S))
     if world.device_type == "cpu":
-        environ["ACCELERATE_USE_CPU"] = "true"
-        num_cores = len(os.sched_getaffinity(0))
-        environ.setdefault(
-            "OMP_NUM_THREADS", str(max(1, num_cores * world.num_nodes // world.num_ranks))
-        )
+        os.environ["ACCELERATE_USE_CPU"] = "true"
+        num_threads = len(os.sched_getaffinity(0)) * world.num_nodes // world.num_ranks
+        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, num_threads)))
         # The ranks share the cores, so a waiting thread must not keep a core busy.
-        environ.setdefault("OMP_WAIT_POLICY", "passive")
+        os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 
 def _exit_code(rank: int, failure: Any) -> int:

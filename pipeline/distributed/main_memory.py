@@ -45,10 +45,11 @@ def main_memory(groups: str | None = None) -> tuple[int, int]:
 
 def _reclaimable(group: Path) -> int:
     """Return the bytes of files in the page cache, which the kernel gives up for a process."""
-    lines = (group / "memory.stat").read_text().splitlines()
-    sizes = dict(line.split() for line in lines)
-    names = ("inactive_file", "active_file")
-    return sum(int(sizes.get(f"total_{name}", sizes.get(name, 0))) for name in names)
+    sizes = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+    return sum(
+        int(sizes.get(f"total_{name}", sizes.get(name, 0)))
+        for name in ("inactive_file", "active_file")
+    )
 
 
 def refuse_too_many(num_ranks: int, have: int) -> None:

@@ -154,8 +154,7 @@ class Ranks:
         self.bytes["numbers"] += tensor.nbytes
         with self._clock("wait"), self.waiting("wait"):
             dist.all_reduce(tensor, group=self._group)
-        values: list[float] = tensor.tolist()
-        return values
+        return list(tensor.tolist())
 
     def max(self, number: float) -> float:
         return max(numbers[0] for numbers in self.all_gather_numbers([number]))
@@ -194,8 +193,9 @@ class Ranks:
         replicated = ((name, p) for name, p in parameters if not hasattr(p, "full_tensor"))
         digests = self.all_gather_objects(self._hash(replicated), f"parameters {when}")
         if different := [rank for rank, other in enumerate(digests) if other != digests[0]]:
-            why = f"ranks {different} differ from rank 0; the run stops here"
-            raise RuntimeError(f"parameters {when}: {why}")
+            raise RuntimeError(
+                f"parameters {when}: ranks {different} differ from rank 0; the run stops here"
+            )
         return digests[0]
 
     @contextmanager
@@ -283,8 +283,8 @@ class _ZeroGradient(torch.autograd.Function):
 
     @staticmethod
     def backward(context: Any, *_: torch.Tensor) -> torch.Tensor:
-        like: torch.Tensor = context.like
-        return like.new_zeros(()).expand(like.shape)  # an expanded tensor takes almost no memory
+        # An expanded tensor takes almost no memory.
+        return context.like.new_zeros(()).expand(context.like.shape)
 
 
 def sum_gradients(module: Any) -> Any:

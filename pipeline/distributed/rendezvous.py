@@ -60,8 +60,10 @@ def named(error: Exception, kind: Literal["rank", "node"] = "rank") -> UserError
     own = f"{kind} {number} on {platform.node()}"
     port = environ.get(f"{prefix}MASTER_PORT", "29500")
     if "EADDRINUSE" in str(error):
-        why = f"{own} cannot listen on {port}, which is in use (ss -ltnp shows by what)"
-        return UserError(f"{prefix}MASTER_PORT: {why}; give all nodes another one")
+        return UserError(
+            f"{prefix}MASTER_PORT: {own} cannot listen on {port}, which is in use (ss -ltnp shows "
+            "by what); give all nodes another one"
+        )
     where = f"{environ.get(f'{prefix}MASTER_ADDR', '?')}:{port}"
     reason = re.sub(r"\[/\S+\] ", "", reason_of(error))  # without paths of gloo's sources
     return RunError(
@@ -79,11 +81,10 @@ def store_of_ranks(timeout: timedelta, attempt: int | None = None) -> dist.Store
     All restarts by a launcher share the store, so each has keys of its own. `attempt` is the number
     of restarts, by default of this process.
     """
-    environ = os.environ
     if attempt is None:
-        attempt = int(environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
-    host = environ["MASTER_ADDR"]
-    store = dist.TCPStore(host, int(environ["MASTER_PORT"]), is_master=False, timeout=timeout)
+        attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    port = int(os.environ["MASTER_PORT"])
+    store = dist.TCPStore(os.environ["MASTER_ADDR"], port, is_master=False, timeout=timeout)
     return dist.PrefixStore(f"attempt {attempt}", store)
 
 

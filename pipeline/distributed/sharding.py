@@ -228,9 +228,8 @@ def write_parts(
     """
     import torch.distributed.checkpoint as dcp
 
-    path = str(folder)
     writer = dcp.HuggingFaceStorageWriter(
-        path, files, save_distributed=True, enable_consolidation=joins
+        str(folder), files, save_distributed=True, enable_consolidation=joins
     )
     try:
         dcp.save(tensors, storage_writer=writer)

@@ -118,9 +118,12 @@ class Watchdog:
         self._first = f"rank 0 on {host} ({os.environ.get('MASTER_ADDR', 'this machine')})"
         timeout_s = str(self._timeout_s + GRACE_S)
         arguments = [str(os.getpid()), timeout_s, str(self._own), self._first]
-        command = [sys.executable, "-I", "-S", sentinel.__file__, *arguments]
         self._sentinel: Any = subprocess.Popen(
-            command, bufsize=0, stdin=subprocess.PIPE, stdout=2, start_new_session=True
+            [sys.executable, "-I", "-S", sentinel.__file__, *arguments],
+            bufsize=0,
+            stdin=subprocess.PIPE,
+            stdout=2,
+            start_new_session=True,
         )
         self._forget_children = call_in_children(self._let_go)
         self._thread.start()
@@ -187,8 +190,7 @@ class Watchdog:
     def _post_fault(self, kind: str, beat: Heartbeat, text: str = "") -> dict[str, Any]:
         own = {"kind": kind, "rank": beat.rank, "by": self._ranks.rank, "text": text}
         try:
-            first = self._store.compare_set("fault", "", json.dumps(own))
-            fault: dict[str, Any] = json.loads(first)
+            fault = json.loads(self._store.compare_set("fault", "", json.dumps(own)))
         except RuntimeError:  # the key-value store ended with the launcher
             fault = self._fault or own
         if fault == own and text and not self._fault:
@@ -234,8 +236,12 @@ class Watchdog:
             self._ranks.stop_wanted = True
             rank = str(self._ranks.rank)
             if self._store.compare_set("stop", "", rank) == rank.encode():
-                text = "the run stops in good order; a second signal ends it at once"
-                print(f"{signal.Signals(number).name}: {text}", file=sys.stderr, flush=True)
+                print(
+                    f"{signal.Signals(number).name}: the run stops in good order; a second signal "
+                    "ends it at once",
+                    file=sys.stderr,
+                    flush=True,
+                )
 
     def _exchange_heartbeats(self) -> None:
         """Post a heartbeat, and read the heartbeats of the other ranks and the faults."""
@@ -288,8 +294,10 @@ class Watchdog:
         late = [b for b in self._others.values() if not b.left and b.seen_at < last]
         for beat in [*([self._own] if is_late else []), *late]:
             if not self._fault:
-                text = f"no sign of progress for {beat.silent_s:.0f} s"
-                self._post_fault("hangs", beat, f"{beat} hangs in {beat.phase}: {text}")
+                text = (
+                    f"{beat} hangs in {beat.phase}: no sign of progress for {beat.silent_s:.0f} s"
+                )
+                self._post_fault("hangs", beat, text)
 
     def _look_for_ended_ranks(self) -> None:
         for beat in self._others.values():

@@ -117,15 +117,19 @@ def _plan(config: Config, parts: Parts) -> Iterator[str]:
     for domain, tasks in parts.train.items():
         counts = sorted(Counter(task.family for task in tasks).items())
         families = ", ".join(f"{printable(name)} {count}" for name, count in counts if name)
-        of = (s.family_shares[domain] for s in parts.stages if domain in s.family_shares)
-        shares = next(of, dict[str, float]()).items()
-        families += "".join(f"; share of {printable(name)} {share:.2f}" for name, share in shares)
+        shares = next(
+            (s.family_shares[domain] for s in parts.stages if domain in s.family_shares),
+            dict[str, float](),
+        )
+        for name, share in shares.items():
+            families += f"; share of {printable(name)} {share:.2f}"
+        families = f" ({families})" * bool(families)
         held_out = f"{len(parts.held_out[domain])} {config.data.eval_split}"
-        yield f"  {domain}: {len(tasks)} to train{f' ({families})' * bool(families)}, {held_out}"
-    data = config.data
+        yield f"  {domain}: {len(tasks)} to train{families}, {held_out}"
+    functions = config.data.reward_funcs
     limits = config.rollout
-    weights = data.reward_weights or [1.0] * len(data.reward_funcs)
-    for target, weight in zip(data.reward_funcs, weights, strict=True):
+    weights = config.data.reward_weights or [1.0] * len(functions)
+    for target, weight in zip(functions, weights, strict=True):
         yield f"  reward function {target}, weight {weight:g}"
     yield f"stages ({config.curriculum.curriculum}; groups of {limits.num_generations} episodes)"
     if not config.grpo.use_grpo:

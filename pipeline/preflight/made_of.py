@@ -42,18 +42,20 @@ def made_of(config: Config, tasks: Mapping[str, TaskSets], tokenizer: Any) -> di
 
 def hashes_of_modules(config: Config) -> dict[str, str]:
     """Return the hash of each imported module of user code, by a name for it."""
-    found = dict[str, str]()
-    factories = (of.factory for of in known_domains(config).values())
+    hashes = dict[str, str]()
+    factories = (setting.factory for setting in known_domains(config).values())
     for target in (*factories, *config.data.reward_funcs):
-        found |= _hashes_of_modules(target.partition(":")[0])
-    return found
+        hashes |= _hashes_of_modules(target.partition(":")[0])
+    return hashes
 
 
 def hashes_of_tokenizer(tokenizer: Any) -> dict[str, str]:
     """Return the SHA-256 of all that decides what ids a text has, and what text ids have."""
-    words = sorted(tokenizer.get_vocab().items())
-    template = without_clock(tokenizer.chat_template)  # earlier versions held no clock
-    parts = [words, tokenizer.special_tokens_map, template]
+    parts = [
+        sorted(tokenizer.get_vocab().items()),
+        tokenizer.special_tokens_map,
+        without_clock(tokenizer.chat_template),  # earlier versions held no clock
+    ]
     rules = [tokenizer.all_special_ids, *(getattr(tokenizer, name, None) for name in RULES)]
     if backend := getattr(tokenizer, "backend_tokenizer", None):
         # Calls of the tokenizer change its padding and truncation.
@@ -83,16 +85,18 @@ def _hashes_of_modules(named: str) -> dict[str, str]:
         folder /= named.partition(".")[0]
     inside = os.path.join(folder, "")
     # Of thousands of modules few lie there, so paths are compared as text.
-    beside = {
-        name: Path(file)
+    return {
+        f"{MODULE}{name}": hash_of(Path(file))
         for name, file in files.items()
-        if name == named
-        or (
-            file.startswith(inside)
-            and "site-packages" not in file.removeprefix(inside).split(os.sep)
+        if (
+            name == named
+            or (
+                file.startswith(inside)
+                and "site-packages" not in file.removeprefix(inside).split(os.sep)
+            )
         )
+        and os.path.isfile(file)
     }
-    return {f"{MODULE}{name}": hash_of(file) for name, file in beside.items() if file.is_file()}
 
 
 def _hash_of_tasks(tasks: Iterable[Task]) -> str:

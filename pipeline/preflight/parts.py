@@ -107,7 +107,10 @@ def prepare(config: Config, with_tiny_tokenizer: bool = False, clock: str | None
     notes += [note for sets in tasks.values() for note in sets.notes]
     notes += check_reward_functions(rewards, config, domains, tasks)
     about = {name: facts for name, of in domains.items() if of.about and (facts := of.about())}
-    notes += [*map(_in_words, about.items()), *chat.notes]
+    for name, facts in about.items():
+        first = islice(facts.items(), 5)
+        notes.append(f"{name}: {', '.join(f'{fact} {value}' for fact, value in first)}")
+    notes += chat.notes
     notes += long_results(config.rollout, chat, tasks)
     prompts = measure_prompts(config.rollout, chat, domains, tasks)
     warnings += prompts.warnings
@@ -127,8 +130,3 @@ def prepare(config: Config, with_tiny_tokenizer: bool = False, clock: str | None
         warnings=warnings,
         episodes_at_once=config.rollout.max_concurrent_episodes,
     )
-
-
-def _in_words(about: tuple[str, Mapping[str, Any]]) -> str:
-    name, facts = about
-    return f"{name}: {', '.join(f'{fact} {value}' for fact, value in islice(facts.items(), 5))}"
