@@ -172,7 +172,7 @@ def _rft_round(run: Run, number: int) -> None:
     threshold = config.evaluation.success_threshold
     if ranks.is_main:  # an interrupted round may have had other ranks
         shutil.rmtree(run.folder / "trajectories" / name, ignore_errors=True)
-    tasks = training_tasks(run, config.rft.rft_tasks, number - 1, "rft")
+    tasks = tasks_to_play(run, config.rft.rft_tasks, number - 1, "rft")
     played = _play(run, tasks, f"rft round {number}", "rft", number)
     run.save_transcripts(name, played)
     mine = [t.record() for t in played], kept_of(played, limits.num_generations, threshold)
@@ -223,7 +223,7 @@ def _save_and_sync(run: Run, name: str) -> None:
     run.learner.sync_weights()
 
 
-def training_tasks(run: Run, count: int, part: int, *key: int | str) -> list[Task]:
+def tasks_to_play(run: Run, count: int, part: int, *key: int | str) -> list[Task]:
     """Return at most `count` training tasks of each domain that a stage trains.
 
     Every rank returns the same tasks. Parts 0, 1, ... of the same `key` have other tasks until
@@ -253,7 +253,7 @@ def _play(run: Run, tasks: Sequence[Task], name: str, *key: int | str) -> list[T
 def play_for_report(run: Run) -> None:
     """Play `start_report_tasks` groups of each domain for the start report."""
     key = "start report"
-    tasks = training_tasks(run, run.config.evaluation.start_report_tasks, 0, key)
+    tasks = tasks_to_play(run, run.config.evaluation.start_report_tasks, 0, key)
     played = _play(run, tasks, key, key)
     run.start_groups += groups_of(played, run.config.rollout.num_generations)
     run.drain_logged("")  # forgets the metrics of reward functions

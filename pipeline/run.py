@@ -41,17 +41,17 @@ def main(argv: list[str], *, entry: Path | None = None, **hooks: Any) -> int:
     `entry` is the script that starts a rank (default: this file). `hooks` are keyword
     arguments of `pipeline.train.main`.
     """
-    return guarded(lambda: _run(argv, entry, hooks), argv)
+    return exit_code_of(lambda: _run(argv, entry, hooks), argv)
 
 
-def guarded(call: Callable[[], int], argv: Sequence[str]) -> int:
+def exit_code_of(call: Callable[[], int], argv: Sequence[str]) -> int:
     """Return the exit code of `call`; print an exception as one line of text or as a traceback.
 
     An OSError of a path that is in the command line `argv` is the user's mistake.
     """
     is_main = os.environ.get("LOCAL_RANK", "0") == "0"
     try:
-        with _keyboard(), environment_variables.named():
+        with _keyboard(), environment_variables.naming_variable():
             try:
                 return call()
             finally:
@@ -169,11 +169,11 @@ def _run(argv: list[str], entry: Path | None, hooks: dict[str, Any]) -> int:
         check_folder(config)
         check_name("tiny" if config.run.resume_from_checkpoint else config.model.model)
     with importing():
-        world = launch.resolve(config.run.num_gpus)
-    if world.num_launched < world.num_ranks:
+        layout = launch.layout_of_ranks(config.run.num_gpus)
+    if layout.num_launched < layout.num_ranks:
         taken = ["--model", config.model.model] if notes else []  # the same on every rank
-        return launch.start_ranks(world, [*argv, *taken], entry, config.run.timeout)
-    launch.use_device(world)
+        return launch.start_ranks(layout, [*argv, *taken], entry, config.run.timeout)
+    launch.use_device(layout)
     if config.run.doctor:
         with importing():
             from pipeline.distributed.connect import connect

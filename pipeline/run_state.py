@@ -388,7 +388,7 @@ def open_files(
     if origin.files is not None:
         watchdog.run_folder = folder
         evaluated = {evaluation["after"] for evaluation in state.evaluations}
-        run_folder.begin(origin.files, config, ranks.num_ranks, state.step, evaluated)
+        run_folder.begin_folder(origin.files, config, ranks.num_ranks, state.step, evaluated)
     log = RunLog(folder, config, is_main=ranks.is_main, state=origin.saved_state or None)
     keys = {"kind": "machine", "stage": state.stage, "step": state.step}
     log.timings({**keys, **machine(ranks.num_ranks)})

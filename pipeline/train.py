@@ -22,7 +22,7 @@ from pipeline.checkpoints.resume import (
     weights_of,
 )
 from pipeline.checkpoints.run_folder import folder_of
-from pipeline.checkpoints.transcripts import read_records
+from pipeline.checkpoints.transcripts import read_transcripts
 from pipeline.common.console import command, kept_warnings, may_fail
 from pipeline.common.errors import INTERRUPTED, RunError, UserError
 from pipeline.common.layout import WARNINGS
@@ -184,7 +184,7 @@ def begin_stage(run: Run, stage: Stage) -> int:
     run.records = []
     if is_inside:
         folder = run.folder / "trajectories" / stage.name
-        run.records = read_records(folder, run.ranks.rank, run.ranks.num_ranks)
+        run.records = read_transcripts(folder, run.ranks.rank, run.ranks.num_ranks)
     else:
         run.state.error_counts = {}
         run.state.dead_steps = {}

@@ -28,7 +28,7 @@ from pipeline.common.errors import INTERRUPTED, UserError, nearest
 from pipeline.config.cli import Parser, flags_of, parse
 from pipeline.config.recipe import SETTINGS, full_name
 from pipeline.report.run_files import read_metrics
-from pipeline.run import guarded
+from pipeline.run import exit_code_of
 
 RUN = (sys.executable, str(Path(__file__).resolve().parents[1] / "pipeline" / "run.py"))
 POLL_S = 0.5  # seconds between reads of a run's metrics
@@ -177,4 +177,4 @@ def play(
 
 
 if __name__ == "__main__":
-    sys.exit(guarded(lambda: main(sys.argv[1:]), sys.argv[1:]))
+    sys.exit(exit_code_of(lambda: main(sys.argv[1:]), sys.argv[1:]))

@@ -237,7 +237,9 @@ def _lock(folder: Path) -> IO[str]:
     return lock
 
 
-def begin(opened: Opened, config: Config, num_ranks: int, step: int, evaluated: set[str]) -> None:
+def begin_folder(
+    opened: Opened, config: Config, num_ranks: int, step: int, evaluated: set[str]
+) -> None:
     """Write the run's settings; hide or remove all that is newer than the resumed checkpoint."""
     folder = opened.folder
     if opened.checkpoint is None and (earlier := put_start_aside(folder)):

@@ -61,7 +61,7 @@ def sampled_turns(trajectory: Trajectory) -> list[tuple[list[int], list[float]]]
     return [(list(ids), list(logprobs)) for _, ids, logprobs in turns]
 
 
-def read_records(folder: Path, rank: int, num_ranks: int) -> list[EpisodeRecord]:
+def read_transcripts(folder: Path, rank: int, num_ranks: int) -> list[EpisodeRecord]:
     """Return one rank's share of the episode records. Raises UserError for a damaged file."""
     names = {field.name for field in fields(EpisodeRecord)}
     records = []

@@ -93,7 +93,7 @@ def begin(form: str) -> NoReturn:
 
 def main(argv: list[str]) -> int:
     """Run the command that `argv` begins with, and return the exit code."""
-    return run.guarded(lambda: _run(argv), argv)
+    return run.exit_code_of(lambda: _run(argv), argv)
 
 
 def _run(argv: list[str]) -> int:

@@ -79,10 +79,10 @@ def may_fail(what: str, advice: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        say(f"warning: {what}: {fault_of(error)}; what was trained is whole; {advice}")
+        say(f"warning: {what}: {fault_and_place(error)}; what was trained is whole; {advice}")
 
 
-def fault_of(error: Exception) -> str:
+def fault_and_place(error: Exception) -> str:
     """Return an exception's class, message and place as one line."""
     frame = traceback.extract_tb(error.__traceback__)[-1]
     return f"{type(error).__name__}: {reason_of(error)} ({frame.filename}, line {frame.lineno})"

@@ -54,7 +54,7 @@ def refuse() -> None:
 
 
 @contextmanager
-def named() -> Iterator[None]:
+def naming_variable() -> Iterator[None]:
     """Raise UserError for a variable that a library cannot read as it is imported.
 
     Its name stands in the lines of code that failed, or its value in the error's message.

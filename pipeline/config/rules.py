@@ -72,7 +72,7 @@ def _endpoints_of(config: Config) -> dict[str, EndpointSettings]:
     return {"customer": config.customer, "judge": config.judge, "agent": config.agent}
 
 
-def left_out(config: Config) -> list[str]:
+def without_effect(config: Config) -> list[str]:
     """Return a line for each setting without effect, such as an environment of no domain."""
     lines = [row.message(config) for row in WITHOUT_EFFECT if row.applies(config)]
     used = ",".join(config.data.domains)

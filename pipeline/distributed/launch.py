@@ -27,7 +27,7 @@ STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 SHUTDOWN_TIMEOUT_S = 20  # time from SIGTERM to SIGKILL; many schedulers send SIGKILL after 30 s
 
 
-class World(NamedTuple):
+class RankLayout(NamedTuple):
     num_ranks: int
     rank: int
     device_type: Literal["cpu", "cuda"]
@@ -35,8 +35,8 @@ class World(NamedTuple):
     num_nodes: int = 1  # on which `start_ranks` is called
 
 
-def resolve(num_gpus: int | None) -> World:
-    """Return the World of `num_gpus` ranks, or of the launched ranks if `num_gpus` is None.
+def layout_of_ranks(num_gpus: int | None) -> RankLayout:
+    """Return the RankLayout of `num_gpus` ranks, or of the launched ranks if `num_gpus` is None.
 
     Raises UserError if a launcher started ranks, but not `num_gpus`, if GPUs are too few, or if
     main memory is too small for so many ranks on CPU.
@@ -63,7 +63,7 @@ def resolve(num_gpus: int | None) -> World:
         has, free = main_memory()
         refuse_too_many(num_here, has if is_launched else free)  # launched ranks take their part
     rank = _integer("RANK", 0) if is_launched else 0
-    return World(num_ranks, rank, "cuda" if num_visible else "cpu", num_launched, num_nodes)
+    return RankLayout(num_ranks, rank, "cuda" if num_visible else "cpu", num_launched, num_nodes)
 
 
 def visible_gpus() -> int:
@@ -72,17 +72,17 @@ def visible_gpus() -> int:
     return torch.cuda.device_count()
 
 
-def use_device(world: World) -> None:
-    """Make Accelerate use `world`'s device type. Call `use_device` before making an Accelerator."""
-    if world.device_type == "cpu":
+def use_device(layout: RankLayout) -> None:
+    """Make Accelerate use the layout's device type; call this before making an Accelerator."""
+    if layout.device_type == "cpu":
         os.environ["ACCELERATE_USE_CPU"] = "true"
-        if world.rank == 0:
-            ranks = "1 rank" if world.num_ranks == 1 else f"{world.num_ranks} ranks, over gloo"
+        if layout.rank == 0:
+            ranks = "1 rank" if layout.num_ranks == 1 else f"{layout.num_ranks} ranks, over gloo"
             print(f"running on CPU: {ranks}", file=sys.stderr, flush=True)
 
 
 def start_ranks(
-    world: World, argv: list[str], entry: Path | None = None, timeout_s: float = 600.0
+    layout: RankLayout, argv: list[str], entry: Path | None = None, timeout_s: float = 600.0
 ) -> int:
     """Start this node's ranks with the arguments `argv`; returns the exit code of the run.
 
@@ -96,16 +96,16 @@ def start_ranks(
         from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
         from torch.distributed.run import parse_args, run
 
-        from pipeline.distributed.rendezvous import named
+        from pipeline.distributed.rendezvous import failure_to_connect
 
     with TemporaryDirectory(prefix="ranks-") as log_dir:
-        _set_environment(world, log_dir)
+        _set_environment(layout, log_dir)
         # A signal that `nohup` or the shell's `&` ignores must stay ignored in the launcher.
         handled = [stop.name for stop in STOPS if signal.getsignal(stop) is not signal.SIG_IGN]
         arguments = ["--signals-to-handle", ",".join(handled)]
-        arguments += ["--nproc-per-node", str(world.num_ranks // world.num_nodes)]
+        arguments += ["--nproc-per-node", str(layout.num_ranks // layout.num_nodes)]
         arguments += ["--log-dir", log_dir, "--rdzv-conf", f"timeout={round(timeout_s)}"]
-        if world.num_nodes == 1:  # else the PET_ variables name address and port
+        if layout.num_nodes == 1:  # else the PET_ variables name address and port
             arguments += ["--master-addr", "127.0.0.1", "--master-port", str(_free_port())]
         logging.disable(logging.ERROR)  # the ranks have already printed their errors
         try:
@@ -117,7 +117,7 @@ def start_ranks(
                 signal.signal(stop, signal.SIG_IGN)
             return _code_of_ranks(log_dir)
         except RuntimeError as error:
-            raise named(error, "node") or error from None
+            raise failure_to_connect(error, "node") or error from None
         finally:
             logging.disable(logging.NOTSET)
             # If a signal comes while ranks are starting, the launcher leaves some ranks running.
@@ -183,14 +183,14 @@ def _integer(name: str, default: int) -> int:
         raise UserError(f"{name}: got {text!r} in the environment; unset it") from None
 
 
-def _set_environment(world: World, log_dir: str) -> None:
+def _set_environment(layout: RankLayout, log_dir: str) -> None:
     # Accelerate's value would bind every rank to the same cores.
     os.environ.pop("KMP_AFFINITY", None)
     os.environ[STARTED_BY_US] = log_dir
     os.environ.setdefault(SHUTDOWN_TIMEOUT, str(SHUTDOWN_TIMEOUT_S))
-    if world.device_type == "cpu":
+    if layout.device_type == "cpu":
         os.environ["ACCELERATE_USE_CPU"] = "true"
-        num_threads = len(os.sched_getaffinity(0)) * world.num_nodes // world.num_ranks
+        num_threads = len(os.sched_getaffinity(0)) * layout.num_nodes // layout.num_ranks
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, num_threads)))
         # The ranks share the cores, so a waiting thread must not keep a core busy.
         os.environ.setdefault("OMP_WAIT_POLICY", "passive")

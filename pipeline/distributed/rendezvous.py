@@ -34,20 +34,22 @@ def rendezvous(timeout_s: float) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        raise named(error) or error from None
+        raise failure_to_connect(error) or error from None
     finally:
         ended.set()
 
 
 def _give_up(seconds: float, ended: threading.Event) -> None:
     if not ended.wait(seconds):
-        line = named(dist.DistError(f"gloo still waits after {seconds:.0f} s"))
+        line = failure_to_connect(dist.DistError(f"gloo still waits after {seconds:.0f} s"))
         print(f"error: {printable(str(line))}", file=sys.stderr, flush=True)
         sys.stdout.flush()
         os._exit(1)
 
 
-def named(error: Exception, kind: Literal["rank", "node"] = "rank") -> UserError | RunError | None:
+def failure_to_connect(
+    error: Exception, kind: Literal["rank", "node"] = "rank"
+) -> UserError | RunError | None:
     """Return one line for a failure to connect, or None if `error` is another one.
 
     A `rank` connects to MASTER_ADDR, the launcher of a `node` to PET_MASTER_ADDR.

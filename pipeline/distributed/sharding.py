@@ -91,7 +91,7 @@ def shard_model(
     The parameters become DTensors in float32 (frozen ones keep their types). Layers compute with
     `compute`, or with the parameters' own types. Gradients are summed over the ranks, in float32 or
     more. If `reshards`, a layer's parameters are freed after its forward and its backward pass;
-    otherwise `held` gathers all layers, and `add_up` adds up their gradients.
+    otherwise `held` gathers all layers, and `sum_held_gradients` adds up their gradients.
     """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -138,7 +138,8 @@ def passes_together(sharded: Sharded | None) -> bool:
 def held(sharded: Sharded | None) -> Iterator[None]:
     """Gather all parameters of a model whose layers do not reshard, and keep them in the context.
 
-    Passes in the context then use no other rank. `add_up` adds up their gradients at the end.
+    Passes in the context then use no other rank. At the end, `sum_held_gradients` adds up their
+    gradients.
     """
     if sharded is None or sharded.reshards:
         yield
@@ -153,7 +154,7 @@ def held(sharded: Sharded | None) -> Iterator[None]:
         sharded.free_gathered()
 
 
-def add_up(sharded: Sharded | None, compute: Callable[[], object]) -> None:
+def sum_held_gradients(sharded: Sharded | None, compute: Callable[[], object]) -> None:
     """Sum the gradients of all passes of the context `held` over the ranks, at its end.
 
     `compute` is another pass with a backward pass, of gradients that are zero. In other contexts,

@@ -11,7 +11,7 @@ from pipeline.checkpoints.run_folder import check_folder, folder_of
 from pipeline.common.console import say
 from pipeline.common.errors import UserError
 from pipeline.common.untrusted import printable
-from pipeline.config.rules import left_out
+from pipeline.config.rules import without_effect
 from pipeline.config.settings import SAMPLERS, Config
 from pipeline.distributed.main_memory import main_memory, refuse_too_many
 from pipeline.distributed.ranks import Ranks
@@ -34,7 +34,9 @@ def check_and_prepare(config: Config, ranks: Ranks) -> Parts:
     parts = prepare(config, clock=ranks.all_gather_objects(held_clock(), "clock")[0])
     model, _, notes = check_model(config, parts.tokenizer)
     lines = [f"note: {note}" for note in parts.notes]
-    lines += [f"warning: {warning}" for warning in (*left_out(config), *parts.warnings, *notes)]
+    lines += [
+        f"warning: {warning}" for warning in (*without_effect(config), *parts.warnings, *notes)
+    ]
     memory = Memory(config, prompts=parts.prompts.longest, model=model)
     lines += memory.lower_episodes()
     for line in lines if ranks.is_main else ():
@@ -66,7 +68,7 @@ def main(config: Config, *, measures: bool = False) -> int:
     model, why, notes = check_model(config, parts.tokenizer)
     lines.append(f"sampling: {_sampling(config, why)}")
     lines += [f"model: {note}" for note in notes]
-    lines += [f"warning: {warning}" for warning in (*left_out(config), *parts.warnings)]
+    lines += [f"warning: {warning}" for warning in (*without_effect(config), *parts.warnings)]
     memory = Memory(config, prompts=parts.prompts.longest, model=model)
     if memory.is_here:
         lines += memory.lower_episodes()

@@ -48,7 +48,7 @@ class Check(NamedTuple):
     remedy: str = ""  # advice after an exception; if empty, `links_remedy()` is printed
 
 
-def named(ranks: Iterable[int]) -> str:
+def ranks_in_words(ranks: Iterable[int]) -> str:
     numbers = sorted(ranks)
     return f"rank{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"
 
@@ -68,14 +68,17 @@ def measure_devices(_: Config, accelerator: Accelerator, ranks: Ranks) -> Values
 def judge_devices(values: list[Values]) -> Finding:
     for (host, gpu), ranks in _ranks_by_value([(v["host"], v["gpu"]) for v in values]).items():
         if gpu and len(ranks) > 1:
-            text = f"{named(ranks)} of {host} share one GPU ({values[ranks[0]]['device']}, {gpu})"
+            device = values[ranks[0]]["device"]
+            text = f"{ranks_in_words(ranks)} of {host} share one GPU ({device}, {gpu})"
             return Finding(
                 "broken",
                 text,
                 "a GPU for each rank: look at CUDA_VISIBLE_DEVICES and at --num-gpus",
             )
     devices = _ranks_by_value([(v["host"], v["device"]) for v in values]).items()
-    text = "; ".join(f"{host}: {named(ranks)} on {device}" for (host, device), ranks in devices)
+    text = "; ".join(
+        f"{host}: {ranks_in_words(ranks)} on {device}" for (host, device), ranks in devices
+    )
     if len({value["gpu"] != "" for value in values}) > 1:
         return Finding(
             "broken",
@@ -95,7 +98,9 @@ def measure_versions(*_: object) -> str:
 
 def judge_versions(values: list[str]) -> Finding:
     by_version = _ranks_by_value(values)
-    text = "; ".join(f"{named(ranks)}: {versions}" for versions, ranks in by_version.items())
+    text = "; ".join(
+        f"{ranks_in_words(ranks)}: {versions}" for versions, ranks in by_version.items()
+    )
     return Finding("broken", text, INSTALL) if len(by_version) > 1 else Finding("ok", values[0])
 
 
@@ -119,7 +124,7 @@ def judge_all_reduce(values: list[Values]) -> Finding:
     if len(values) == 1:
         return Finding("ok", "one rank: there is nothing to exchange")
     if wrong := [rank for rank, value in enumerate(values) if not value["is_right"]]:
-        return Finding("broken", f"{named(wrong)} computed a wrong sum", FAULTY)
+        return Finding("broken", f"{ranks_in_words(wrong)} computed a wrong sum", FAULTY)
     seconds = max(value["seconds"] for value in values)
     size = values[0]["bytes"]
     # Twice round the ring: the bus bandwidth of NCCL's tests, and `--plan-bandwidth`.

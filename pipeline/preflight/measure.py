@@ -75,7 +75,7 @@ def measured(memory: Memory, parts: Parts) -> Iterator[str]:
         if config.grpo.use_grpo:
             begun = time.monotonic()
             advantages = [1.0 if number % 2 else -1.0 for number in range(size)]
-            updater = updater_of(learner, ranks, config)
+            updater = new_updater(learner, ranks, config)
             updater.update_policy(group, advantages, learning_rate=0.0)
             yield _row("its update", device, begun)
         if not asks_endpoints(config):
@@ -194,7 +194,7 @@ def alone(config: Config, parts: Parts) -> tuple[Learner, Ranks]:
     return learner, ranks
 
 
-def updater_of(learner: Learner, ranks: Ranks, config: Config) -> Updater:
+def new_updater(learner: Learner, ranks: Ranks, config: Config) -> Updater:
     module = learner.module_to_train()
     reference = Reference(module) if config.grpo.beta > 0 else None
     return Updater(learner.accelerator, module, ranks, config, reference=reference)

@@ -13,7 +13,7 @@ from pipeline.data.curriculum import tasks_of_step
 from pipeline.models.capabilities import idle_weights
 from pipeline.models.layers import outer_layers
 from pipeline.models.memory import GIB, Memory
-from pipeline.preflight.measure import alone, asks_endpoints, updater_of, why_not
+from pipeline.preflight.measure import alone, asks_endpoints, new_updater, why_not
 from pipeline.preflight.parts import Parts
 from pipeline.training.collect import play_groups
 
@@ -36,7 +36,7 @@ def plan(memory: Memory, parts: Parts) -> Iterator[str]:
         how = f"{why}: plan_tflops {speed:g} of a rank, also in sampling, for episodes of "
         how += f"{memory.longest(config):,} tokens, the limits'"
     else:
-        seconds = measured(config, parts, counts)
+        seconds = measured_seconds(config, parts, counts)
         how = "measured here: a rank's groups of the first step, as the model plays them now, alone"
     shards = SHARDS if outer_layers(memory.model) else SHARDS[:2]
     size = config.rollout.num_generations
@@ -73,13 +73,13 @@ def _why_counted(memory: Memory) -> str:
     return f"not measured ({why})" if why else ""
 
 
-def measured(config: Config, parts: Parts, counts: list[int]) -> dict[int, float]:
+def measured_seconds(config: Config, parts: Parts, counts: list[int]) -> dict[int, float]:
     """Return the seconds in which this process does a rank's part of a step, by number of ranks.
 
     The median of TIMES counts: the first takes longer.
     """
     learner, ranks = alone(config, parts)
-    updater = updater_of(learner, ranks, config)
+    updater = new_updater(learner, ranks, config)
     seed = config.run.seed
     size = config.rollout.num_generations
     stage = next(stage for stage in parts.stages if stage.num_steps)
@@ -98,7 +98,7 @@ def measured(config: Config, parts: Parts, counts: list[int]) -> dict[int, float
     return {count: median(values) for count, values in seconds.items()}
 
 
-def episodes_of(config: Config, num_ranks: int) -> int:
+def episodes_per_rank(config: Config, num_ranks: int) -> int:
     """Return the episodes of the busiest rank in a step."""
     limits = config.rollout
     return -(-limits.tasks_per_step // num_ranks) * limits.num_generations
@@ -113,7 +113,7 @@ def flops(memory: Memory, num_ranks: int) -> float:
     """
     config = memory.config
     grpo = config.grpo
-    episodes = episodes_of(config, num_ranks)
+    episodes = episodes_per_rank(config, num_ranks)
     longest = memory.longest(config)
     prompt = min(longest, max(memory.prompts.values(), default=0))
     sampled = episodes * (longest - prompt) + episodes / config.rollout.num_generations * prompt
@@ -128,7 +128,7 @@ def passes(memory: Memory) -> int:
     """Return the micro-batches of the busiest rank in an update, of episodes at their longest."""
     config = memory.config
     together = max(1, memory.budget(config) // memory.longest(config))
-    return -(-episodes_of(config, memory.num_ranks) // together)
+    return -(-episodes_per_rank(config, memory.num_ranks) // together)
 
 
 def bytes_sent(memory: Memory) -> float:

@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml
 
-from pipeline.common.console import fault_of
+from pipeline.common.console import fault_and_place
 from pipeline.common.durable import read_records, whole_lines
 from pipeline.common.errors import UserError
 from pipeline.common.layout import METRICS, RUN_SETTINGS, TIMINGS
@@ -121,7 +121,7 @@ def reading(*folders: Path) -> Iterator[None]:
         raise UserError(f"{error.filename or names}: {reason_of(error)}") from error
     except Exception as error:
         why = f"a file in it {FOREIGN}"
-        raise UserError(f"{names}: {why} ({fault_of(error)})") from error
+        raise UserError(f"{names}: {why} ({fault_and_place(error)})") from error
 
 
 def read_settings(folder: Path) -> dict[str, Any]:

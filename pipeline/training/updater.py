@@ -19,12 +19,12 @@ from pipeline.config.settings import Config
 from pipeline.distributed.ranks import GradientAllReduce, Ranks, sum_gradients
 from pipeline.distributed.sharding import (
     ShardedAdamW,
-    add_up,
     exchanged,
     held,
     leave_pass,
     passes_together,
     start_over,
+    sum_held_gradients,
     whole,
 )
 from pipeline.models import rank_memory
@@ -307,7 +307,7 @@ class Updater:
                 )
                 budget = self._agreed_budget()
                 if budget is None:
-                    add_up(self.sharded, nothing)
+                    sum_held_gradients(self.sharded, nothing)
             if budget is None:
                 break
             self.max_tokens_per_microbatch = budget

@@ -13,7 +13,7 @@ from pipeline.common.console import STARTED_AS
 from pipeline.common.errors import RunError, UserError
 from pipeline.config.cli import parse
 from pipeline.config.settings import AgentSettings
-from pipeline.run import guarded
+from pipeline.run import exit_code_of
 from tests.support import ROOT
 
 
@@ -103,7 +103,7 @@ def test_an_error_of_several_lines_is_told_as_one_that_is_not_long(error, capsys
     def fails():
         raise error("first\n  second " + "x" * 200_000 + "\nlast")
 
-    assert guarded(fails, []) == error.exit_code
+    assert exit_code_of(fails, []) == error.exit_code
     said = capsys.readouterr().err
     assert said.startswith("error: first second xx") and said.endswith("x last\n")
     assert said.count("\n") == 1 and len(said) < 1200

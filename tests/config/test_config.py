@@ -9,7 +9,7 @@ from trl import GRPOConfig
 
 from pipeline.config.cli import flag, flags_of, parse
 from pipeline.config.recipe import SETTINGS, dump, full_name, instead, load_recipe, trl_names
-from pipeline.config.rules import CONTRADICTIONS, WITHOUT_EFFECT, left_out
+from pipeline.config.rules import CONTRADICTIONS, WITHOUT_EFFECT, without_effect
 from pipeline.config.settings import Config, GRPOSettings
 from tests.support import ROOT, SMALL_RUN
 from tests.support.messages import refusal, says
@@ -479,10 +479,10 @@ def test_the_correction_has_trls_names_and_defaults():
         (["--sampler", "generate"], False),
     ):
         assert parse(argv).corrects_sampling == corrects
-    assert left_out(parse(given)) == []
-    (line,) = left_out(parse(given[2:]))
+    assert without_effect(parse(given)) == []
+    (line,) = without_effect(parse(given[2:]))
     assert line == "vllm_importance_sampling_clip_min: has no effect without sampler vllm"
-    (line,) = left_out(parse(["--vllm-memory", "0.5"]))
+    (line,) = without_effect(parse(["--vllm-memory", "0.5"]))
     assert line == "vllm_memory: has no effect without sampler vllm"
 
 

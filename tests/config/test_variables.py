@@ -104,9 +104,8 @@ def test_what_a_library_could_not_read_is_refused_in_one_line(
 def test_what_a_library_cannot_read_as_it_is_imported_is_one_line(
     name: str, value: str, library: str, reason: str
 ) -> None:
-    program = (
-        f"from pipeline.run import guarded; exit(guarded(lambda: __import__({library!r}), []))"
-    )
+    program = "from pipeline.run import exit_code_of; "
+    program += f"exit(exit_code_of(lambda: __import__({library!r}), []))"
     environment = {**os.environ, name: value}
     ended = subprocess.run(
         [sys.executable, "-c", program], cwd=ROOT, env=environment, capture_output=True, text=True

@@ -23,7 +23,7 @@ from accelerate.commands.config.config_args import load_config_from_file
 
 from pipeline import run
 from pipeline.distributed import launch, main_memory
-from pipeline.distributed.launch import World, resolve
+from pipeline.distributed.launch import RankLayout, layout_of_ranks
 from scripts.proofs.ranks import FORKSERVER, free_port
 from tests.support import ROOT
 from tests.support.messages import refusal, says
@@ -188,7 +188,7 @@ def machine(number: int, address: str = "10.0.0.1", port: int = 29500) -> dict[s
 )
 def test_the_world_is_what_was_asked_for_and_launched(gpus, num_gpus, visible, variables, expected):
     gpus(visible, **variables)
-    assert resolve(num_gpus) == World(*expected)
+    assert layout_of_ranks(num_gpus) == RankLayout(*expected)
 
 
 NO_ROOM = ("use: python pipeline/run.py --num-gpus", "ACCELERATE_USE_CPU=true")
@@ -227,7 +227,7 @@ NO_ROOM = ("use: python pipeline/run.py --num-gpus", "ACCELERATE_USE_CPU=true")
 )
 def test_a_world_that_cannot_be_is_refused_in_one_line(gpus, num_gpus, visible, variables, words):
     gpus(visible, **variables)
-    says(refusal(resolve, num_gpus), *words)
+    says(refusal(layout_of_ranks, num_gpus), *words)
 
 
 @pytest.mark.parametrize(
@@ -245,14 +245,16 @@ def test_ranks_that_main_memory_cannot_hold_are_refused(
 ):
     monkeypatch.setattr(launch, "main_memory", lambda: (24 * GIB, 18 * GIB))
     gpus(0, **variables)
-    says(refusal(resolve, num_gpus), "--num-gpus: got ", "on CPU", f"give --num-gpus {most}")
+    says(
+        refusal(layout_of_ranks, num_gpus), "--num-gpus: got ", "on CPU", f"give --num-gpus {most}"
+    )
 
 
 @pytest.mark.parametrize("num_gpus", [2, 3, 4, 8, 30])
 def test_ranks_that_main_memory_can_hold_are_not(gpus, monkeypatch, num_gpus):
     monkeypatch.setattr(launch, "main_memory", lambda: (24 * GIB, 18 * GIB))
     gpus(0)
-    assert resolve(num_gpus).num_ranks == num_gpus
+    assert layout_of_ranks(num_gpus).num_ranks == num_gpus
 
 
 @pytest.mark.parametrize(

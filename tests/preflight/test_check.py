@@ -6,7 +6,7 @@ import shutil
 import pytest
 
 from pipeline.checkpoints.checkpoint import TrainState, save
-from pipeline.checkpoints.run_folder import begin, check_folder, open_folder
+from pipeline.checkpoints.run_folder import begin_folder, check_folder, open_folder
 from pipeline.config.recipe import load_recipe
 from pipeline.config.settings import Config, ModelSettings
 from pipeline.models import lora
@@ -293,7 +293,7 @@ def test_what_a_terminal_would_obey_is_shown_and_not_obeyed(tmp_path, monkeypatc
 def test_a_folder_that_holds_a_run_is_refused_unless_it_is_resumed(tmp_path):
     settings = config(run={"output_dir": str(tmp_path)})
     resumed = {"output_dir": str(tmp_path), "resume_from_checkpoint": "latest", "seed": 9}
-    begin(open_folder(settings), settings, 1, 0, set())
+    begin_folder(open_folder(settings), settings, 1, 0, set())
     check_folder(settings)  # a start that failed, or a run without a checkpoint: begin anew
     assert "holds no checkpoint" in refusal(check_folder, config(run=resumed))
     (tmp_path / "checkpoints" / "step-000001").mkdir(parents=True)
@@ -305,7 +305,7 @@ def test_a_folder_that_holds_a_run_is_refused_unless_it_is_resumed(tmp_path):
         )
     shutil.rmtree(tmp_path / "checkpoints")
     evaluates = config(run={"output_dir": str(tmp_path)}, grpo={"use_grpo": False})
-    begin(open_folder(settings), evaluates, 1, 0, set())
+    begin_folder(open_folder(settings), evaluates, 1, 0, set())
     check_folder(settings)
     (tmp_path / "results.json").write_text("{}")
     assert f"{tmp_path} holds a run" in refusal(check_folder, settings)
@@ -317,11 +317,11 @@ def test_what_a_run_without_a_checkpoint_has_written_is_moved_and_not_lost(tmp_p
         for _ in range(2):  # the second start finds nothing to keep
             opened = open_folder(settings)
             opened.lock.close()
-            begin(opened, settings, 1, 0, set())
+            begin_folder(opened, settings, 1, 0, set())
         (tmp_path / "metrics.jsonl").write_text(f"{number}\n")
         (tmp_path / "trajectories" / "evaluation-start").mkdir(parents=True)
     opened = open_folder(settings)
-    begin(opened, settings, 1, 0, set())
+    begin_folder(opened, settings, 1, 0, set())
     first, kept = tmp_path / "earlier-start-1", tmp_path / "earlier-start-2"
     assert opened.notes == [f"note: an earlier start left no checkpoint, but files: {kept}"]
     assert (first / "metrics.jsonl").read_text() == "1\n"
@@ -330,7 +330,7 @@ def test_what_a_run_without_a_checkpoint_has_written_is_moved_and_not_lost(tmp_p
     assert not (tmp_path / "metrics.jsonl").exists() and not (tmp_path / "trajectories").exists()
     shutil.rmtree(first)
     (tmp_path / "metrics.jsonl").write_text("3\n")
-    begin(opened, settings, 1, 0, set())
+    begin_folder(opened, settings, 1, 0, set())
     assert (first / "metrics.jsonl").read_text() == "3\n"
     assert (kept / "metrics.jsonl").read_text() == "2\n"
 

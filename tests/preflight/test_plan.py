@@ -10,7 +10,7 @@ from accelerate import Accelerator
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from pipeline.config.cli import parse
-from pipeline.config.rules import left_out
+from pipeline.config.rules import without_effect
 from pipeline.config.settings import Config
 from pipeline.distributed.ranks import Ranks
 from pipeline.distributed.sharding import local, shard_model
@@ -233,7 +233,7 @@ def test_a_plan_that_is_refused(flags, words):
 
 
 def test_speeds_without_a_plan_have_no_effect():
-    assert left_out(parse(["--check", "--plan-tflops", "3"])) == [
+    assert without_effect(parse(["--check", "--plan-tflops", "3"])) == [
         "plan_tflops: has no effect without plan"
     ]
-    assert left_out(parse(["--check", "--plan", "1", "--plan-bandwidth", "3"])) == []
+    assert without_effect(parse(["--check", "--plan", "1", "--plan-bandwidth", "3"])) == []
