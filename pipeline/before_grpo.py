@@ -144,7 +144,8 @@ def warm_start(run: Run) -> None:
     run.log.timings({**keys, "perf/warm_start_s": time.perf_counter() - begun})
     run.log.metrics({**keys, "warm_start/loss": loss})
     run.state.stage = "warm_start"
-    _save_and_sync(run, "warm-start")
+    run.save("warm-start")
+    run.learner.sync_weights()
 
 
 def rft(run: Run) -> None:
@@ -157,7 +158,8 @@ def rft(run: Run) -> None:
         run.state.stage = "rft"
         run.save_if_needed("rft")
         _rft_round(run, number)
-        _save_and_sync(run, "rft")
+        run.save("rft")
+        run.learner.sync_weights()
     if not run.state.evaluated("rft"):
         evaluate_held_out(run, "rft")
         run.save("rft")
@@ -177,7 +179,7 @@ def _rft_round(run: Run, number: int) -> None:
     run.save_transcripts(name, played)
     mine = [t.record() for t in played], kept_of(played, limits.num_generations, threshold)
     gathered = ranks.all_gather_objects(mine, name)
-    records, kept = ([*chain(*of)] for of in zip(*gathered, strict=True))
+    records, kept = ([*chain(*shares)] for shares in zip(*gathered, strict=True))
     stop_on_errors(ranks, error_counts(records), limits, played, f"in rft round {number}")
     entry = summary_of(number, records, kept, threshold)
     if kept:
@@ -216,11 +218,6 @@ def _supervised(
 
     with progress, run.ranks.phase(name):
         yield on_step
-
-
-def _save_and_sync(run: Run, name: str) -> None:
-    run.save(name)
-    run.learner.sync_weights()
 
 
 def tasks_to_play(run: Run, count: int, part: int, *key: int | str) -> list[Task]:

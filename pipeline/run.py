@@ -176,10 +176,9 @@ def _run(argv: list[str], entry: Path | None, hooks: dict[str, Any]) -> int:
     launch.use_device(layout)
     if config.run.doctor:
         with importing():
-            from pipeline.distributed.connect import connect
             from pipeline.preflight.doctor import main as doctor
 
-        return doctor(config, connect)
+        return doctor(config)
     with importing():
         from pipeline.train import main as train
 

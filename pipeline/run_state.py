@@ -94,8 +94,7 @@ class Run:
     start_groups: list[Group] = field(default_factory=list)  # of this rank, for the start report
     num_unscored_steps: int = 0  # in a row
     standstill: StandStill = field(default_factory=StandStill)
-    warned_of: set[str] = field(default_factory=set)  # metrics of the sampler, once each
-    warned_of_names: set[str] = field(default_factory=set)  # of `log_metric`
+    warned_of: set[str] = field(default_factory=set)  # metrics, once each
 
     on_batch: Hook = lambda *_: None
 
@@ -120,8 +119,8 @@ class Run:
         A value under a name of `own` is left out, with a warning at the first time.
         """
         logged = self.drain_logged(prefix)
-        for name in sorted((logged.keys() & own.keys()) - self.warned_of_names):
-            self.warned_of_names.add(name)
+        for name in sorted((logged.keys() & own.keys()) - self.warned_of):
+            self.warned_of.add(name)
             self.say(
                 f"warning: log_metric: got {name}, which is the pipeline's, so what a reward "
                 "function logs there is left out; choose another name"
@@ -142,9 +141,9 @@ class Run:
         Raises UserError if they differ between the ranks.
         """
         known = self.state.made_of
-        found = {k: v for k, v in hashes_of_modules(self.config).items() if k not in known}
+        new = {k: v for k, v in hashes_of_modules(self.config).items() if k not in known}
         late = dict[str, str]()
-        for rank, own in enumerate(self.ranks.all_gather_objects(found, "modules")):
+        for rank, own in enumerate(self.ranks.all_gather_objects(new, "modules")):
             for name, value in own.items():
                 if late.setdefault(name, value) != value:
                     raise UserError(
@@ -425,18 +424,18 @@ def evaluate_held_out(run: Run, after: str) -> None:
     when = f"in the evaluation after {after}"
     stop_on_errors(run.ranks, error_counts(sampled), run.config.rollout, trajectories, when)
     refuse_failed_trials([*sampled, *greedy], when)
-    found = success(sampled, greedy, trials, settings.success_threshold)
-    run.state.evaluations.append({"after": after, "step": run.state.step, "success": found})
+    successes = success(sampled, greedy, trials, settings.success_threshold)
+    run.state.evaluations.append({"after": after, "step": run.state.step, "success": successes})
     keys = {"kind": "eval", "after": after, "stage": run.state.stage, "step": run.state.step}
-    run.log.metrics(run.with_logged("eval/", {**keys, **evaluation_metrics(found)}))
+    run.log.metrics(run.with_logged("eval/", {**keys, **evaluation_metrics(successes)}))
     run.log.timings({**keys, "perf/evaluation_s": time.perf_counter() - begun})
     run.save_transcripts(f"evaluation-{after}", trajectories)
-    run.say(f"evaluation after {after}: success sampled  {success_in_words(found)}")
+    run.say(f"evaluation after {after}: success sampled  {success_in_words(successes)}")
     if after == "start" and run.config.grpo.use_grpo and not run.config.is_supervised:
         silent = [
             name
             for name, domain in run.parts.domains.items()
-            if domain.tools and not found[name]["tools"]
+            if domain.tools and not successes[name]["tools"]
         ]
         if silent:
             run.say(

@@ -243,7 +243,7 @@ def update(run: Run, stage: Stage, batch: RolloutBatch) -> dict[str, float]:
     )
     with run.ranks.phase("update", stage.name, step + 1):
         run.learner.sampling.sampler.rest()
-        found = [
+        of_iterations = [
             updater_of(run).update_policy(
                 batch.trajectories,
                 [sample.advantage for sample in batch.samples],
@@ -254,7 +254,7 @@ def update(run: Run, stage: Stage, batch: RolloutBatch) -> dict[str, float]:
             for iteration in range(1, settings.num_iterations + 1)
         ]
         run.learner.sync_weights()
-    statistics = over_iterations(found)
+    statistics = over_iterations(of_iterations)
     warn_of_disagreement(run, f"warning: step {step + 1}:", statistics)
     return statistics
 
@@ -426,11 +426,11 @@ def finish(run: Run) -> None:
     """Write the results and the report on rank 0, and print the table of results."""
     if run.ranks.is_main:
         run.write_results()
-        found = "checkpoints, without a report"
+        contents = "checkpoints, without a report"
         again = f"{command('report')} {run.folder}"
         with may_fail("report", f"{again} makes it again"):
             write_report(run.folder)
-            found = "report, plots and checkpoints"
+            contents = "report, plots and checkpoints"
         run.log.results = run.folder
         with may_fail("table", f"{again} has it"):
             results = json.loads((run.folder / "results.json").read_text(encoding="utf-8"))
@@ -440,7 +440,7 @@ def finish(run: Run) -> None:
                 f"best checkpoint: {best['checkpoint']}, mean validation success "
                 f"{best['success']:.3f}; export and chat take it by --checkpoint best"
             )
-        print(f"{found}: {run.folder}")
+        print(f"{contents}: {run.folder}")
     run.ranks.barrier("end")
 
 

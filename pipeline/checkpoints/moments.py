@@ -98,11 +98,11 @@ def load_optimizer(path: Path, optimizer: torch.optim.Optimizer) -> None:
             f"resume_from_checkpoint: {path.name} has lost moments of its optimizer ({WHOLE} or "
             f"{PARTS}); copy it again, or give an earlier one"
         )
-    for number, of in saved["state"].items():
+    for number, moments in saved["state"].items():
         for name in MOMENTS:
-            of[name] = placed(of[name], parameters[number])
+            moments[name] = placed(moments[name], parameters[number])
             if cut is not None:
-                of[name] = cut.part(of[name])
+                moments[name] = cut.part(moments[name])
     optimizer.load_state_dict(saved)
 
 
@@ -110,18 +110,18 @@ def _read_parts(
     folder: Path, parameters: Sequence[torch.Tensor]
 ) -> dict[int, dict[str, torch.Tensor]]:
     """Return the moments of each parameter, sharded as the parameter is; {} if some are lost."""
-    found = {
+    tensors = {
         f"{number}.{name}": torch.empty_like(parameter)
         for number, parameter in enumerate(parameters)
         for name in MOMENTS
     }
-    found["step"] = torch.zeros(1)
-    if not read_parts(folder, found):
+    tensors["step"] = torch.zeros(1)
+    if not read_parts(folder, tensors):
         return {}
     return {
         number: {
-            "step": found["step"][0].clone(),
-            **{name: found[f"{number}.{name}"] for name in MOMENTS},
+            "step": tensors["step"][0].clone(),
+            **{name: tensors[f"{number}.{name}"] for name in MOMENTS},
         }
         for number in range(len(parameters))
     }

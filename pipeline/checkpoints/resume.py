@@ -158,9 +158,9 @@ def hashes_of_late_modules(names: Sequence[str]) -> dict[str, str]:
 
 def hash_of_configuration(model: Any) -> str:
     """Return the SHA-256 of what a model's config.json says about its computation."""
-    found = model.config.to_diff_dict()
-    said = {name: value for name, value in found.items() if name not in NOT_COMPUTED}
-    return sha256(json.dumps(said, sort_keys=True, default=str).encode()).hexdigest()
+    settings = model.config.to_diff_dict()
+    computing = {name: value for name, value in settings.items() if name not in NOT_COMPUTED}
+    return sha256(json.dumps(computing, sort_keys=True, default=str).encode()).hexdigest()
 
 
 def hash_of_stops(model: Any, chat: Chat) -> str:
@@ -213,8 +213,8 @@ def weights_of(model: Any, ranks: Ranks) -> dict[str, str]:
     if ranks.is_main or is_sharded(model):
         own = parameter_hash((name, whole(p)) for name, p in model.named_parameters())
     kind = str(next(model.parameters()).dtype).removeprefix("torch.")
-    found = ranks.all_gather_objects(own, "weights of the base model")
-    return {f"weights of the base model ({kind})": found[0]}
+    of_ranks = ranks.all_gather_objects(own, "weights of the base model")
+    return {f"weights of the base model ({kind})": of_ranks[0]}
 
 
 def refuse_other_origin(
@@ -231,7 +231,7 @@ def refuse_other_origin(
     """
     saved = {**_by_domain(state.get("about")), **state.get("made_of", {})}
     now = {**_by_domain(about), **made_of}
-    changed = [what for what, found in now.items() if saved.get(what, found) != found]
+    changed = [what for what, value in now.items() if saved.get(what, value) != value]
     if not changed:
         return []
     if override:

@@ -56,15 +56,15 @@ def open_checkpoint(run: Path, name: str = "latest") -> RunCheckpoint:
             return open_checkpoint(run, best["checkpoint"])
         raise UserError(f"--checkpoint: got 'best', but {run} kept none; train with --keep-best")
     if name == "latest":
-        found, notes = find_checkpoint(run, "auto")
-        for note in notes if found else ():
+        newest, notes = find_checkpoint(run, "auto")
+        for note in notes if newest else ():
             say(note)
-        if found is None:
+        if newest is None:
             why = notes[0].removeprefix("warning: ") if notes else "there is none"
             raise UserError(
                 f"{run} holds no whole checkpoint ({why}); give a run that has saved one"
             )
-        path = found
+        path = newest
     elif not path.is_dir() or path.parent != run / "checkpoints":
         known = ", ".join(sorted(p.name for p in newest_first(run / "checkpoints"))) or "none"
         raise UserError(f"--checkpoint: got {name!r}; checkpoints of {run}: {known}")

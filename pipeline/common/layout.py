@@ -45,7 +45,7 @@ def is_toy(model: str) -> bool:
         name = str(base["base_model_name_or_path"])
         sibling = path.resolve().parent / Path(name).name  # moved together with the adapters
         return is_toy(str(sibling) if sibling.is_dir() else name)
-    checkpoints = [of for of in path.glob("checkpoints/*") if any(of.glob("*.safetensors"))]
+    checkpoints = [c for c in path.glob("checkpoints/*") if any(c.glob("*.safetensors"))]
     if checkpoints and not (path / "config.json").is_file():
         return is_toy(str(checkpoints[-1]))
     return sum(file.stat().st_size for file in path.glob("*.safetensors")) < TOY_BYTES

@@ -19,8 +19,10 @@ from pipeline.config.settings import MAX_SEED, Config
 
 DEFAULT_RECIPE = "three_domain_tiny"
 RECIPE_OF_A_MODEL = "pretrained"  # of a model that is no toy
-MOST_USED = ["model", "domains", "num_gpus", "max_steps", "num_generations", "learning_rate"]
-MOST_USED += ["output_dir", "resume_from_checkpoint", "check"]
+MOST_USED = [
+    *("model", "domains", "num_gpus", "max_steps", "num_generations", "learning_rate"),
+    *("output_dir", "resume_from_checkpoint", "check"),
+]
 ABOUT = """\
 Train a tool-using model in several domains: a warm start on demonstrations, then GRPO, with
 evaluations on held-out tasks. A recipe gives every setting, and flags override the recipe. The
@@ -66,9 +68,9 @@ def parse(argv: list[str]) -> Config:
     return recipe.resolve(path, tree, flags)
 
 
-def _default(given: Mapping[str, str]) -> str:
+def _default(flags: Mapping[str, str]) -> str:
     """Return the recipe for flags without `--config`."""
-    return DEFAULT_RECIPE if is_toy(given.get("model.model", "tiny")) else RECIPE_OF_A_MODEL
+    return DEFAULT_RECIPE if is_toy(flags.get("model.model", "tiny")) else RECIPE_OF_A_MODEL
 
 
 def flag(section: str, name: str) -> str:

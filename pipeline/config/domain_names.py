@@ -46,10 +46,10 @@ def domains_of_user(data: DataSettings) -> dict[str, EnvironmentFactory]:
     With reward functions, a domain in `tasks` without an environment gets a single-turn one.
     """
     names = data.tasks.keys() - EMBEDDED_DOMAINS if data.reward_funcs else ()
-    given = {**dict.fromkeys(sorted(names), SINGLE_TURN), **data.environments}
+    targets = {**dict.fromkeys(sorted(names), SINGLE_TURN), **data.environments}
     return {
         name: EnvironmentFactory(factory=value) if isinstance(value, str) else value
-        for name, value in given.items()
+        for name, value in targets.items()
     }
 
 

@@ -1,5 +1,6 @@
 """Finds contradictions between settings. Each error names a setting, its value and a remedy."""
 
+import math
 import os
 import re
 from collections.abc import Callable, Iterable, Sequence
@@ -92,10 +93,10 @@ def without_effect(config: Config) -> list[str]:
         inexact = " or ".join(name for name, facts in SAMPLERS.items() if not facts.is_exact)
         names = (n for n in GRPOSettings.model_fields if n.startswith("vllm_importance_sampling_"))
         needed |= dict.fromkeys(names, f"sampler {inexact}")
-    given = {*changed(config.run), *changed(config.rollout), *changed(config.grpo)}
+    set_by_user = {*changed(config.run), *changed(config.rollout), *changed(config.grpo)}
     return [
         *lines,
-        *(f"{n}: has no effect without {what}" for n, what in needed.items() if n in given),
+        *(f"{n}: has no effect without {what}" for n, what in needed.items() if n in set_by_user),
     ]
 
 
@@ -152,8 +153,8 @@ def _endpoints(config: Config) -> Rows:
 
 
 def _is_base_url(url: str) -> bool:
-    found = BASE_URL.fullmatch(url)
-    return found is not None and 1 <= int(found["port"] or 80) <= 65535
+    parts = BASE_URL.fullmatch(url)
+    return parts is not None and 1 <= int(parts["port"] or 80) <= 65535
 
 
 def _rewards(config: Config) -> Rows:
@@ -186,7 +187,7 @@ def _names(config: Config) -> Rows:
     scales = config.grpo.domain_advantage_scale
     of_run = "domains of the run, as `domains` lists them"
     yield from ((True, _unknown_domain(name, known)) for name in used if name not in known)
-    for setting, given, choices, kind in (
+    for setting, named, choices, kind in (
         ("tasks", data.tasks, used, of_run),
         ("eval_tasks", data.eval_tasks, used, of_run),
         ("demonstrations", data.demonstrations, used, of_run),
@@ -199,7 +200,7 @@ def _names(config: Config) -> Rows:
         ("stage_tasks", curriculum.stage_tasks, config.stage_names, "stages"),
     ):
         hint = f"name {kind} ({', '.join(choices)})"
-        yield from ((name not in choices, f"{setting}: got {name!r}; {hint}") for name in given)
+        yield from ((name not in choices, f"{setting}: got {name!r}; {hint}") for name in named)
     for setting, names in (("domains", used), ("difficulties", curriculum.difficulties)):
         yield len(set(names)) < len(names), f"{setting}: got {','.join(names)}; name each once"
 
@@ -258,10 +259,6 @@ def _numbers(config: Config) -> Rows:
     )
 
 
-def _is_above(least: float | None, most: float | None) -> bool:
-    return least is not None and most is not None and least >= most
-
-
 class Row(NamedTuple):
     """A fault of a setting: when there is one, and a text with the settings in braces."""
 
@@ -299,8 +296,9 @@ CONTRADICTIONS = (
     ),
     Row(
         "vllm_importance_sampling_clip_min",
-        lambda c: _is_above(
-            c.grpo.vllm_importance_sampling_clip_min, c.grpo.vllm_importance_sampling_clip_max
+        lambda c: (
+            (c.grpo.vllm_importance_sampling_clip_min or 0.0)
+            >= (c.grpo.vllm_importance_sampling_clip_max or math.inf)
         ),
         "got {grpo.vllm_importance_sampling_clip_min}, with vllm_importance_sampling_clip_max "
         "{grpo.vllm_importance_sampling_clip_max}; give less, or null",

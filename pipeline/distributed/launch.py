@@ -102,9 +102,12 @@ def start_ranks(
         _set_environment(layout, log_dir)
         # A signal that `nohup` or the shell's `&` ignores must stay ignored in the launcher.
         handled = [stop.name for stop in STOPS if signal.getsignal(stop) is not signal.SIG_IGN]
-        arguments = ["--signals-to-handle", ",".join(handled)]
-        arguments += ["--nproc-per-node", str(layout.num_ranks // layout.num_nodes)]
-        arguments += ["--log-dir", log_dir, "--rdzv-conf", f"timeout={round(timeout_s)}"]
+        arguments = [
+            *("--signals-to-handle", ",".join(handled)),
+            *("--nproc-per-node", str(layout.num_ranks // layout.num_nodes)),
+            *("--log-dir", log_dir),
+            *("--rdzv-conf", f"timeout={round(timeout_s)}"),
+        ]
         if layout.num_nodes == 1:  # else the PET_ variables name address and port
             arguments += ["--master-addr", "127.0.0.1", "--master-port", str(_free_port())]
         logging.disable(logging.ERROR)  # the ranks have already printed their errors

@@ -10,8 +10,10 @@ from pipeline.common.errors import UserError
 PROCESS = 0.6 * (1 << 30)  # bytes of Python and the libraries in a rank; measured on CPUs
 CGROUPS = Path("/sys/fs/cgroup")
 # Of version 2 and of version 1 of control groups: the folder of the memory's, and names of files.
-FILES = (("", "memory.max", "memory.current"),)
-FILES += (("memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),)
+FILES = (
+    ("", "memory.max", "memory.current"),
+    ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
+)
 
 
 def main_memory(groups: str | None = None) -> tuple[int, int]:

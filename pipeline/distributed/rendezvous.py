@@ -104,8 +104,10 @@ def rendezvous_again(timeout_s: float, device_type: str) -> None:
     if attempt == 0 or environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return
     rank = int(environ["RANK"])
-    text = f"rank {rank} on {platform.node()} (local rank {environ['LOCAL_RANK']}) exited or was "
-    text += "killed, and its launcher has started it again"
+    text = (
+        f"rank {rank} on {platform.node()} (local rank {environ['LOCAL_RANK']}) exited or was "
+        "killed, and its launcher has started it again"
+    )
     fault = json.dumps({"kind": "gone", "rank": rank, "by": rank, "text": text})
     before = store_of_ranks(timeout, attempt - 1)
     if before.compare_set("fault", "", fault) == fault.encode():

@@ -314,10 +314,10 @@ class ShardedAdamW(torch.optim.AdamW):
 
     def whole_state_dict(self, is_main: bool) -> dict[str, Any] | None:
         """Return the state of an AdamW on the main rank, else None; all ranks must call this."""
-        found = super().state_dict()
+        own_state = super().state_dict()
         states = dict[int, dict[str, torch.Tensor]]()
         for number, parameter in enumerate(self.whole_parameters):
-            own = found["state"].get(number)
+            own = own_state["state"].get(number)
             if own is None:  # no step has been done
                 continue
             moments = {
@@ -325,7 +325,7 @@ class ShardedAdamW(torch.optim.AdamW):
             }
             if is_main:
                 states[number] = {"step": own["step"], **moments}
-        return {**found, "state": states} if is_main else None
+        return {**own_state, "state": states} if is_main else None
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         for parameter in self.whole_parameters:

@@ -215,8 +215,10 @@ class Watchdog:
                 if not self._fault:
                     self._look()
             except RuntimeError as error:  # the key-value store ended with the launcher
-                text = f"{self._first} or its launcher has ended: the key-value store is gone "
-                text += f"({str(error).splitlines()[0]})"
+                text = (
+                    f"{self._first} or its launcher has ended: the key-value store is gone "
+                    f"({str(error).splitlines()[0]})"
+                )
                 self._post_fault("store", self._own, text)
             if self._fault:
                 self._end()
@@ -321,9 +323,11 @@ class Watchdog:
             return
         beat = max(missing, key=lambda beat: beat.silent_s)
         waits_for = self._own.waits_for or "a collective of torch"  # which has raised
-        text = f"{beat} did not come to {waits_for!r}: it is in {beat.phase}, "
-        text += f"waits for {beat.waits_for!r}, " if beat.waits_for else ""
-        text += f"its last sign of progress was {beat.silent_s:.0f} s ago"
+        waits = f"waits for {beat.waits_for!r}, " if beat.waits_for else ""
+        text = (
+            f"{beat} did not come to {waits_for!r}: it is in {beat.phase}, {waits}"
+            f"its last sign of progress was {beat.silent_s:.0f} s ago"
+        )
         self._post_fault("hangs", beat, text)
 
     def _end(self) -> None:

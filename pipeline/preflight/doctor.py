@@ -21,6 +21,7 @@ from pipeline.checkpoints.resume import sees_folder_of_rank_0
 from pipeline.common.errors import RunError, UserError
 from pipeline.common.untrusted import reason_of
 from pipeline.config.settings import Config
+from pipeline.distributed.connect import connect
 from pipeline.distributed.devices import on_gpu
 from pipeline.distributed.ranks import Interrupted, Ranks, sum_over_ranks
 from pipeline.distributed.watchdog import ToldElsewhere, Watchdog
@@ -32,7 +33,6 @@ FAULTY = "NCCL_P2P_DISABLE=1, NCCL_ALGO=Ring; a GPU or link may be faulty (dmesg
 INSTALL = "pip install -c constraints.txt -e . on every host"
 FOLDER = "another --output-dir; df -h and mount show what is there"
 Values = dict[str, Any]
-Connect = Callable[[Config], tuple[Accelerator, Ranks]]
 
 
 class Finding(NamedTuple):
@@ -108,16 +108,16 @@ def measure_all_reduce(_: Config, accelerator: Accelerator, ranks: Ranks) -> Val
     """Add `rank + 1` up over the ranks; returns whether the sum is right, and the seconds."""
     device = accelerator.device
     size = REDUCED[device.type]
-    found: Values = {}
+    values: Values = {}
     for _number in range(2 if ranks.num_ranks > 1 else 0):  # the first one connects the ranks
         own = torch.full((size // 4,), ranks.rank + 1.0, device=device)
         begun = time.perf_counter()
         total = sum_over_ranks(own)
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-        found = {"seconds": time.perf_counter() - begun, "bytes": size}
-        found["is_right"] = bool((total == ranks.num_ranks * (ranks.num_ranks + 1) / 2).all())
-    return found
+        values = {"seconds": time.perf_counter() - begun, "bytes": size}
+        values["is_right"] = bool((total == ranks.num_ranks * (ranks.num_ranks + 1) / 2).all())
+    return values
 
 
 def judge_all_reduce(values: list[Values]) -> Finding:
@@ -155,9 +155,7 @@ CHECKS = (
 )
 
 
-def main(
-    config: Config, connect: Connect, checks: Sequence[Check] = CHECKS, timeout_s: float = TIMEOUT_S
-) -> int:
+def main(config: Config, checks: Sequence[Check] = CHECKS, timeout_s: float = TIMEOUT_S) -> int:
     """Run the checks together with the other ranks; returns 1 if anything is broken, else 0."""
     timeout_s = min(timeout_s, config.run.timeout)
     config = config.changed("run", timeout=timeout_s)
@@ -170,7 +168,7 @@ def main(
         print(f"doctor: recipe {config.recipe}; each check may take {timeout_s:g} s")
         print(f"{'check':<12}{'status':<8}finding", flush=True)
     try:
-        for name, finding in zip([*left], _findings(config, connect, checks), strict=True):
+        for name, finding in zip([*left], _findings(config, checks), strict=True):
             del left[name]
             if finding.status == "broken":
                 broken.append(name)
@@ -205,7 +203,7 @@ def _print_row(name: str, finding: Finding) -> None:
     print(f"{name:<12}{finding.status:<8}{finding.text}{remedy}", flush=True)
 
 
-def _findings(config: Config, connect: Connect, checks: Sequence[Check]) -> Iterator[Finding]:
+def _findings(config: Config, checks: Sequence[Check]) -> Iterator[Finding]:
     begun = time.perf_counter()
     accelerator, ranks = connect(config)
     seconds = time.perf_counter() - begun

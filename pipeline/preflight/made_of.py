@@ -27,17 +27,18 @@ def made_of(config: Config, tasks: Mapping[str, TaskSets], tokenizer: Any) -> di
     Of code, the files of modules that settings name count, and of the modules beside them that they
     import: not this package, and not installed ones.
     """
-    found = {}
-    for name, of in tasks.items():
-        found[f"training tasks of {name}"] = _hash_of_tasks(of.train)
-        found[f"validation tasks of {name}"] = _hash_of_tasks(of.validation)
-        found[HELD_OUT + name] = _hash_of_tasks(of.held_out)
-    for name, of in tasks.items():
-        for difficulty, graded in of.graded.items():
-            found[f"training tasks of {name} ({difficulty})"] = _hash_of_tasks(graded)
+    hashes = dict[str, str]()
+    for name, sets in tasks.items():
+        hashes |= {
+            f"training tasks of {name}": _hash_of_tasks(sets.train),
+            f"validation tasks of {name}": _hash_of_tasks(sets.validation),
+            HELD_OUT + name: _hash_of_tasks(sets.held_out),
+        }
+        for difficulty, graded in sets.graded.items():
+            hashes[f"training tasks of {name} ({difficulty})"] = _hash_of_tasks(graded)
     for name, path in config.data.demonstrations.items():
-        found[f"demonstrations of {name}"] = _hash_of_files(Path(path))
-    return found | hashes_of_modules(config) | hashes_of_tokenizer(tokenizer)
+        hashes[f"demonstrations of {name}"] = _hash_of_files(Path(path))
+    return hashes | hashes_of_modules(config) | hashes_of_tokenizer(tokenizer)
 
 
 def hashes_of_modules(config: Config) -> dict[str, str]:

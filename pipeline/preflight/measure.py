@@ -107,8 +107,8 @@ def num_evaluations(config: Config, stages: Sequence[Stage]) -> tuple[int, int]:
         return 1, 0
     every = config.evaluation.validation_steps
     last = max((stage.last_step for stage in stages), default=0)
-    before = config.evaluation.eval_on_start + (config.warm_start.steps > 0)
-    before += config.rft.rft_rounds > 0
+    supervised = (config.warm_start.steps > 0) + (config.rft.rft_rounds > 0)
+    before = config.evaluation.eval_on_start + supervised
     return before + len(stages), last // every if every else 0
 
 
@@ -116,7 +116,7 @@ def time_of_evaluations(
     learner: Learner, parts: Parts, config: Config, num_ranks: int
 ) -> Iterator[str]:
     """Play held-out tasks for PLAYED_S seconds at most; yield how long the evaluations take."""
-    tasks = [task for of in parts.held_out.values() for task in of]
+    tasks = [task for held_out in parts.held_out.values() for task in held_out]
     played = tasks[:: -(-len(tasks) // PLAYED)]
     requests = [
         RolloutRequest(task=task, trial=0, key=stream_key(config.run.seed, "check", *task.key))
@@ -136,20 +136,20 @@ def time_of_evaluations(
     number, validations = num_evaluations(config, parts.stages)
     size = len(tasks) * (config.evaluation.eval_trials + config.evaluation.eval_greedy)
     of_validation = sum(map(len, parts.validation.values()))
-    said = f"{number} x {size:,} episodes in about {in_words(number * size * each)}"
+    times = f"{number} x {size:,} episodes in about {in_words(number * size * each)}"
     if validations:
         seconds = validations * of_validation * each
-        said += f", validations {validations} x {of_validation:,} in {in_words(seconds)}"
+        times += f", validations {validations} x {of_validation:,} in {in_words(seconds)}"
     if config.grpo.use_grpo:
         groups = sum(sum(s.groups.values()) * s.num_steps for s in parts.stages if not s.schedule)
         groups += sum(
             config.rollout.tasks_per_step * s.num_steps for s in parts.stages if s.schedule
         )
         episodes = groups * config.rollout.num_generations
-        said += f", the steps' rollouts {episodes:,} in {in_words(episodes * each)}"
+        times += f", the steps' rollouts {episodes:,} in {in_words(episodes * each)}"
     faster = "after the warm start and " if config.warm_start.steps and config.grpo.use_grpo else ""
     yield (
-        f"\ntime, if the model stayed as it is: evaluations {said}; at the speed of {sum(ended)} "
+        f"\ntime, if the model stayed as it is: evaluations {times}; at the speed of {sum(ended)} "
         f"held-out tasks: {faster}with many at once, episodes take less time"
     )
 
@@ -205,11 +205,11 @@ def play_longest(learner: Learner, prompt: list[int], longest: int, size: int) -
     draws = random.Random(0)
     sampler = learner.sampling.sampler
     count = max(1, min(LAST, longest - len(prompt)))
-    given = [draws.choices(prompt, k=longest - len(prompt) - count) for _ in range(size)]
-    conversations = sampler.open([prompt + ids for ids in given], range(size))
+    beginnings = [draws.choices(prompt, k=longest - len(prompt) - count) for _ in range(size)]
+    conversations = sampler.open([prompt + ids for ids in beginnings], range(size))
     messages = sampler.sample(conversations, [count] * size)
     group = list[Trajectory]()
-    for conversation, ids, message in zip(conversations, given, messages, strict=True):
+    for conversation, ids, message in zip(conversations, beginnings, messages, strict=True):
         assert message is not None, "a call without `until` completes all messages"
         trajectory = Trajectory(domain="", task_id="", prompt_ids=prompt)
         trajectory.append(ids, [0.0] * len(ids))

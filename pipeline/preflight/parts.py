@@ -106,7 +106,7 @@ def prepare(config: Config, with_tiny_tokenizer: bool = False, clock: str | None
         warnings, low = check_demonstrations(config, domains, demonstrations, chat, held_out)
     notes += [note for sets in tasks.values() for note in sets.notes]
     notes += check_reward_functions(rewards, config, domains, tasks)
-    about = {name: facts for name, of in domains.items() if of.about and (facts := of.about())}
+    about = {name: facts for name, d in domains.items() if d.about and (facts := d.about())}
     for name, facts in about.items():
         first = islice(facts.items(), 5)
         notes.append(f"{name}: {', '.join(f'{fact} {value}' for fact, value in first)}")

@@ -33,8 +33,10 @@ def plan(memory: Memory, parts: Parts) -> Iterator[str]:
     if why := _why_counted(memory):
         speed = run.plan_tflops or TFLOPS
         seconds = {n: flops(memory, n) / speed / 1e12 for n in counts}
-        how = f"{why}: plan_tflops {speed:g} of a rank, also in sampling, for episodes of "
-        how += f"{memory.longest(config):,} tokens, the limits'"
+        how = (
+            f"{why}: plan_tflops {speed:g} of a rank, also in sampling, for episodes of "
+            f"{memory.longest(config):,} tokens, the limits'"
+        )
     else:
         seconds = measured_seconds(config, parts, counts)
         how = "measured here: a rank's groups of the first step, as the model plays them now, alone"

@@ -68,15 +68,18 @@ def measure_prompts(
 
     Not only those that are trained on: what has no room for a turn would count as failed.
     """
-    prompts = Prompts({}, {}, {}, [], chat.tokenizer.chat_template == TINY_TEMPLATE)
+    in_training = dict[str, int]()
+    of_all = dict[str, int]()
+    unseen = dict[str, str]()
+    too_long = list[TooLarge]()
     for name, sets in tasks.items():
         longest = [*sets.longest, *longest_of([*sets.validation, *sets.held_out])]
         schemas = domains[name].tools
         for prompt in {str([m["role"] for m in t.prompt]): t.prompt for t in longest}.values():
-            prompts.unseen.update(chat.check_shown(prompt, schemas))
+            unseen |= chat.check_shown(prompt, schemas)
         lengths = [len(chat.prompt_ids(task.prompt, schemas)) for task in longest]
-        most = prompts.longest_of_all[name] = max(lengths)
-        prompts.longest[name] = max(lengths[: len(sets.longest)])
+        most = of_all[name] = max(lengths)
+        in_training[name] = max(lengths[: len(sets.longest)])
         if is_too_long(limits, most):
             task = longest[lengths.index(most)]
             where = f"task {shown(task.id)}"
@@ -84,8 +87,9 @@ def measure_prompts(
                 where += f", {place}; --skip-long-tasks leaves such rows out"
             turn = limits.max_tokens_per_turn
             what = f"a prompt of {name} has {most} tokens and a turn may take {turn} ({where})"
-            prompts.too_long.append(TooLarge(what, {"max_tokens": most + turn}, is_refused=True))
-    return prompts
+            too_long.append(TooLarge(what, {"max_tokens": most + turn}, is_refused=True))
+    is_tiny = chat.tokenizer.chat_template == TINY_TEMPLATE
+    return Prompts(in_training, of_all, unseen, too_long, is_tiny)
 
 
 def long_results(
@@ -103,7 +107,7 @@ def long_results(
 
 
 def check_limits(
-    limits: RolloutSettings, found: Sequence[TooLarge], prompts: Mapping[str, int]
+    limits: RolloutSettings, needs: Sequence[TooLarge], prompts: Mapping[str, int]
 ) -> list[str]:
     """Return warnings about limits that are too low. Raises UserError if something is refused.
 
@@ -112,7 +116,7 @@ def check_limits(
     """
     lines = list[str]()
     values = dict[str, int]()
-    for low in found:
+    for low in needs:
         needed = (f"{name} {n} (got {getattr(limits, name)})" for name, n in low.needs.items())
         lines.append(f"{low.what}: needs {', '.join(needed)}")
         values |= {name: max(n, values.get(name, 0)) for name, n in low.needs.items()}
@@ -123,8 +127,8 @@ def check_limits(
     episode = max([values.get("max_tokens", 0), *(tokens + turn for tokens in prompts.values())])
     if episode > limits.max_tokens:
         values["max_tokens"] = episode
-    told = " ".join(f"{flag('rollout', name)} {value}" for name, value in sorted(values.items()))
-    if any(low.is_refused for low in found):
-        raise UserError(f"limits are too low: {'; '.join(lines)}; give {told}")
-    lines[-1] += f"; give {told}"
+    flags = " ".join(f"{flag('rollout', name)} {value}" for name, value in sorted(values.items()))
+    if any(low.is_refused for low in needs):
+        raise UserError(f"limits are too low: {'; '.join(lines)}; give {flags}")
+    lines[-1] += f"; give {flags}"
     return lines

@@ -15,7 +15,6 @@ import torch
 
 from pipeline.config.settings import Config
 from pipeline.distributed import ranks as distributed
-from pipeline.distributed.connect import connect
 from pipeline.distributed.watchdog import ToldElsewhere
 from pipeline.preflight import doctor
 from pipeline.preflight.doctor import (
@@ -75,7 +74,7 @@ def examine(fault=None, names=ROWS, deadline_s=30.0, output_dir=None):
     config = Config.model_validate({"run": {"output_dir": output_dir}})
     with redirect_stdout(io.StringIO()) as said:
         try:
-            code = doctor.main(config, connect, some, deadline_s)
+            code = doctor.main(config, some, deadline_s)
         except ToldElsewhere as error:
             code = error.exit_code
     return code, said.getvalue()
@@ -173,7 +172,7 @@ def hang(stderr, stdout):
     judge = doctor.CHECKS[-1].judge
     sleeping = Check("nap", lambda *a: time.sleep(600 * a[-1].rank), judge, "sleep")
     some = [doctor.CHECKS[1], sleeping, doctor.CHECKS[-1]]
-    doctor.main(Config(), connect, some, 3.0)
+    doctor.main(Config(), some, 3.0)
 
 
 def test_a_check_that_hangs_is_named_with_what_to_try_and_ended(tmp_path):
