@@ -35,7 +35,7 @@ BASE_URL = re.compile(rf"https?://{_HOST}(:(?P<port>[0-9]{{1,5}}))?(/[^\s?#]*)?"
 # No domain may have a name that evaluations or metrics use.
 RESERVED_NAMES = (*JOINT_STAGES, "start", "warm_start", "rft", "mean", "agent")
 
-Rows = Iterable[tuple[bool, str]]  # whether a rule is broken, and its message
+Verdicts = Iterable[tuple[bool, str]]  # whether a rule is broken, and its message
 
 
 def reward_names(functions: Sequence[str]) -> list[str]:
@@ -100,7 +100,7 @@ def without_effect(config: Config) -> list[str]:
     ]
 
 
-def _environments(config: Config) -> Rows:
+def _environments(config: Config) -> Verdicts:
     taken = {*EMBEDDED_DOMAINS, *RESERVED_NAMES}
     for name, setting in domains_of_user(config.data).items():
         lower = name.lower()  # some file systems ignore the case
@@ -123,7 +123,7 @@ def _environments(config: Config) -> Rows:
         taken.add(lower)
 
 
-def _endpoints(config: Config) -> Rows:
+def _endpoints(config: Config) -> Verdicts:
     for role, endpoint in _endpoints_of(config).items():
         url = endpoint.url
         unused = changed(endpoint)
@@ -157,7 +157,7 @@ def _is_base_url(url: str) -> bool:
     return parts is not None and 1 <= int(parts["port"] or 80) <= 65535
 
 
-def _rewards(config: Config) -> Rows:
+def _rewards(config: Config) -> Verdicts:
     functions = config.data.reward_funcs
     weights = config.data.reward_weights
     example = "write module:function, such as my_pkg.rewards:correct"
@@ -178,7 +178,7 @@ def _rewards(config: Config) -> Rows:
     ]
 
 
-def _names(config: Config) -> Rows:
+def _names(config: Config) -> Verdicts:
     data = config.data
     curriculum = config.curriculum
     known = list(known_domains(config))
@@ -213,7 +213,7 @@ def _unknown_domain(name: str, known: Sequence[str]) -> str:
     return f"domains: got {name!r}; name known domains ({', '.join(offered)}), {hint}"
 
 
-def _curriculum(config: Config) -> Rows:
+def _curriculum(config: Config) -> Verdicts:
     curriculum = config.curriculum
     stages = config.stage_names
     order = ",".join(curriculum.order)
@@ -237,7 +237,7 @@ def _curriculum(config: Config) -> Rows:
         )
 
 
-def _numbers(config: Config) -> Rows:
+def _numbers(config: Config) -> Verdicts:
     grpo = config.grpo
     for name in LOSSES[grpo.loss_type].unused:
         yield name in changed(grpo), f"{name}: not used by loss_type {grpo.loss_type}; take it out"

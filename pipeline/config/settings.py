@@ -73,7 +73,7 @@ Correction = Literal["token_truncate", "token_mask", "sequence_truncate", "seque
 Share = Annotated[float, Field(ge=0, le=1)]
 ShareBelowOne = Annotated[float, Field(ge=0, lt=1)]
 Text = Annotated[str, Field(min_length=1)]
-Weights = dict[str, PositiveFloat]
+PositiveWeights = dict[str, PositiveFloat]
 
 
 def field(default: Any, description: str, **limits: Any) -> Any:
@@ -237,7 +237,9 @@ class CurriculumSettings(Section):
         "sequential", "a stage per domain, or one stage of all domains"
     )
     order: list[str] = field([], "domain of each stage; may repeat domains; none: `domains`")
-    domain_weights: Weights = field({}, "weights in mixed and interleaved stages; missing: 1")
+    domain_weights: PositiveWeights = field(
+        {}, "weights in mixed and interleaved stages; missing: 1"
+    )
     family_shares: dict[str, dict[str, Share]] = field(
         {}, "shares of the draws, by domain and task family: {bank: {loan: 0.3}}"
     )
@@ -245,7 +247,9 @@ class CurriculumSettings(Section):
         False, "draw the branches of each task family equally often, as far as a step holds them"
     )
     difficulties: list[Difficulty] = field([], "parts of each stage, such as easy,medium,hard")
-    stage_weights: Weights = field({}, "weights of stages, which share max_steps; missing: 1")
+    stage_weights: PositiveWeights = field(
+        {}, "weights of stages, which share max_steps; missing: 1"
+    )
     stage_steps: dict[str, PositiveInt] = field({}, "numbers of steps; other stages share the rest")
     stage_tasks: dict[str, PositiveInt] = field({}, "numbers of tasks, instead of stage_steps")
     plateau_patience: NonNegativeInt = field(
@@ -318,7 +322,9 @@ class GRPOSettings(Section):
     )
     importance_sampling_level: RatioLevel = field("token", "a ratio per token, or episode (GSPO)")
     scale_rewards: Literal["group", "batch", "none"] = field("group", "divisor of the advantages")
-    domain_advantage_scale: Weights = field({}, "factors of advantages, by domain; missing: 1")
+    domain_advantage_scale: PositiveWeights = field(
+        {}, "factors of advantages, by domain; missing: 1"
+    )
     num_iterations: PositiveInt = field(1, "updates per step, on the same trajectories")
     entropy_coef: NonNegativeFloat = field(0.005, "weight of the entropy bonus")
     vllm_importance_sampling_correction: bool = field(

@@ -32,7 +32,7 @@ REDUCED = {"cpu": 16 << 20, "cuda": 256 << 20}  # bytes of the all-reduce
 FAULTY = "NCCL_P2P_DISABLE=1, NCCL_ALGO=Ring; a GPU or link may be faulty (dmesg)"
 INSTALL = "pip install -c constraints.txt -e . on every host"
 FOLDER = "another --output-dir; df -h and mount show what is there"
-Values = dict[str, Any]
+Measured = dict[str, Any]
 
 
 class Finding(NamedTuple):
@@ -57,7 +57,7 @@ def _ranks_by_value(values: Sequence[Any]) -> dict[Any, list[int]]:
     return {value: [rank for rank, v in enumerate(values) if v == value] for value in values}
 
 
-def measure_devices(_: Config, accelerator: Accelerator, ranks: Ranks) -> Values:
+def measure_devices(_: Config, accelerator: Accelerator, ranks: Ranks) -> Measured:
     values = {"host": platform.node(), "device": f"CPU with {os.cpu_count()} cores", "gpu": ""}
     if accelerator.device.type == "cuda":
         gpu = torch.cuda.get_device_properties(accelerator.device)
@@ -65,7 +65,7 @@ def measure_devices(_: Config, accelerator: Accelerator, ranks: Ranks) -> Values
     return values
 
 
-def judge_devices(values: list[Values]) -> Finding:
+def judge_devices(values: list[Measured]) -> Finding:
     for (host, gpu), ranks in _ranks_by_value([(v["host"], v["gpu"]) for v in values]).items():
         if gpu and len(ranks) > 1:
             device = values[ranks[0]]["device"]
@@ -104,11 +104,11 @@ def judge_versions(values: list[str]) -> Finding:
     return Finding("broken", text, INSTALL) if len(by_version) > 1 else Finding("ok", values[0])
 
 
-def measure_all_reduce(_: Config, accelerator: Accelerator, ranks: Ranks) -> Values:
+def measure_all_reduce(_: Config, accelerator: Accelerator, ranks: Ranks) -> Measured:
     """Add `rank + 1` up over the ranks; returns whether the sum is right, and the seconds."""
     device = accelerator.device
     size = REDUCED[device.type]
-    values: Values = {}
+    values: Measured = {}
     for _number in range(2 if ranks.num_ranks > 1 else 0):  # the first one connects the ranks
         own = torch.full((size // 4,), ranks.rank + 1.0, device=device)
         begun = time.perf_counter()
@@ -120,7 +120,7 @@ def measure_all_reduce(_: Config, accelerator: Accelerator, ranks: Ranks) -> Val
     return values
 
 
-def judge_all_reduce(values: list[Values]) -> Finding:
+def judge_all_reduce(values: list[Measured]) -> Finding:
     if len(values) == 1:
         return Finding("ok", "one rank: there is nothing to exchange")
     if wrong := [rank for rank, value in enumerate(values) if not value["is_right"]]:
