@@ -322,11 +322,11 @@ def agree_on_origin(
     late = [n for n in earlier.get("made_of", {}) if n.startswith(MODULE) and n not in hashes]
     hashes |= agree_on_model(config, model, parts.chat, late, ranks, is_new=resumed is None)
     enter_ends(model, parts.chat)
+    stages = one_after_another(parts.stages, state.ended_early)
     name = (resumed or Path(config.model.model)).name
     notes = refuse_other_origin(earlier, hashes, name, config.run.override, about)
     for line in notes if ranks.is_main else ():
         say(line)
-    stages = one_after_another(parts.stages, state.ended_early)
     refuse_other_stages(state.evaluations, stages, folder)
     state.config = config.model_dump(mode="json")
     state.about = about
@@ -426,8 +426,9 @@ def evaluate_held_out(run: Run, after: str) -> None:
     refuse_failed_trials([*sampled, *greedy], when)
     successes = success(sampled, greedy, trials, settings.success_threshold)
     run.state.evaluations.append({"after": after, "step": run.state.step, "success": successes})
+    metrics = evaluation_metrics(successes)
     keys = {"kind": "eval", "after": after, "stage": run.state.stage, "step": run.state.step}
-    run.log.metrics(run.with_logged("eval/", {**keys, **evaluation_metrics(successes)}))
+    run.log.metrics(run.with_logged("eval/", {**keys, **metrics}))
     run.log.timings({**keys, "perf/evaluation_s": time.perf_counter() - begun})
     run.save_transcripts(f"evaluation-{after}", trajectories)
     run.say(f"evaluation after {after}: success sampled  {success_in_words(successes)}")

@@ -56,6 +56,7 @@ from pipeline.report.export import push_after_training
 from pipeline.report.progress import StageProgress
 from pipeline.report.watch import page_beside
 from pipeline.report.write import final_table, write_report
+from pipeline.rollout.samplers.choice import refuse_missing
 from pipeline.run_state import Run, evaluate_held_out, open_run
 from pipeline.training import step_metrics
 from pipeline.training.collect import RolloutBatch, collect_rollouts, give_advantages
@@ -469,6 +470,7 @@ def main(
     `open_run` has the signature of `pipeline.run_state.open_run`; `end` is called after training.
     """
     config, lines = fitted(config)
+    refuse_missing(config.rollout.sampler_facts)
     accelerator, ranks = connect(config)
     with Watchdog(ranks, config.run.timeout) as watchdog:
         try:

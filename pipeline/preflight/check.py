@@ -21,7 +21,7 @@ from pipeline.models.loading import SHAPES
 from pipeline.models.memory import GIB, Memory
 from pipeline.models.model_checks import check_model
 from pipeline.preflight.parts import Parts, prepare
-from pipeline.rollout.samplers.choice import chosen_sampler, refuse_missing
+from pipeline.rollout.samplers.choice import chosen_sampler
 
 
 def check_and_prepare(config: Config, ranks: Ranks) -> Parts:
@@ -30,7 +30,6 @@ def check_and_prepare(config: Config, ranks: Ranks) -> Parts:
     Of the parts that it returns, fewer episodes play at once if no more fit into memory. The chat
     template of a new run reads rank 0's clock.
     """
-    refuse_missing(config.rollout.sampler_facts)
     parts = prepare(config, clock=ranks.all_gather_objects(held_clock(), "clock")[0])
     model, _, notes = check_model(config, parts.tokenizer)
     lines = [f"note: {note}" for note in parts.notes]
