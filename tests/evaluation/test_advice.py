@@ -38,10 +38,8 @@ from scripts.proofs.grid import make_trajectory
 from scripts.proofs.ranks import play_ranks
 from scripts.proofs.runs import without_report
 from tests.support.coin import COIN
-from tests.support.helpers import call, say
+from tests.support.helpers import ALONE, call, say
 from tests.support.messages import says
-
-ALONE = Ranks(0, 1, 5)
 
 
 def resumed(state):

@@ -6,7 +6,6 @@ import pytest
 
 from pipeline.config.rules import refuse_placeholders
 from pipeline.config.settings import Config
-from pipeline.distributed.ranks import Ranks
 from pipeline.environments.experts import run_expert
 from pipeline.environments.language_models.language_model import LanguageModel
 from pipeline.evaluation.agents import agent_rollout, evaluate_agent
@@ -14,6 +13,7 @@ from pipeline.rollout.rollout import RolloutRequest
 from pipeline.rollout.trajectory import StopReason
 from tests.support.endpoint import agent_of, calling, seed_of, serving
 from tests.support.helpers import (
+    ALONE,
     Desk,
     ScriptedSampler,
     chat,
@@ -23,8 +23,6 @@ from tests.support.helpers import (
     say,
 )
 from tests.support.messages import refusal
-
-ALONE = Ranks(0, 1, 5)
 
 
 class User:

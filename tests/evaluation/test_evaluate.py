@@ -26,6 +26,7 @@ from pipeline.training.step_metrics import rollout_metrics
 from scripts.proofs.grid import make_trajectory
 from scripts.proofs.ranks import play_ranks
 from tests.support.helpers import (
+    ALONE,
     Desk,
     ScriptedSampler,
     chat,
@@ -35,7 +36,6 @@ from tests.support.helpers import (
 )
 from tests.support.messages import refusal, says
 
-ALONE = Ranks(0, 1, 5)
 TASKS = [make_task(f"t{n}") for n in range(5)]
 
 

@@ -10,16 +10,15 @@ import torch
 from accelerate import Accelerator
 
 from pipeline.config.settings import Config
-from pipeline.distributed.ranks import Ranks
 from pipeline.evaluation.evaluate import KLProbe
 from pipeline.training.token_logprobs import TokenLogprobs
 from pipeline.training.updater import Updater
 from scripts.proofs.grid import make_trajectory, small_model
+from tests.support.helpers import ALONE
 from tests.support.warm import jsonl, metrics, play, results
 
 pytestmark = pytest.mark.whole_run
 
-ALONE = Ranks(0, 1, 5)
 PROBED = [
     *("--domains", "airline,retail", "--max-steps", "12", "--warm-start-steps", "0"),
     *("--tasks-per-domain", "4"),

@@ -5,7 +5,6 @@ import json
 import pytest
 
 from pipeline.config.settings import Config
-from pipeline.distributed.ranks import Ranks
 from pipeline.environments.domains import load_domains
 from pipeline.environments.language_models.customers import judge_of
 from pipeline.environments.tau2.environment import JUDGE_FILE, judge_prompt
@@ -14,13 +13,13 @@ from tests.environments.tau2.conftest import SOURCE
 from tests.environments.tau2.test_customers import LIMITS, task_of
 from tests.support.endpoint import serving
 from tests.support.helpers import (
+    ALONE,
     call,
     played,
     say,
 )
 from tests.support.messages import refusal, says
 
-ALONE = Ranks(0, 1, 5)
 pytestmark = pytest.mark.skipif(SOURCE != "miniature", reason="judges the miniature's tasks")
 MOVE = call("change_address", user_id="bob", address="42 Elm")
 FENCED = "Here it is:\n```json\n%s\n```"
