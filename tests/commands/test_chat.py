@@ -52,9 +52,19 @@ def run(tmp_path, monkeypatch):
 def test_a_checkpoint_serves_the_customer_of_a_held_out_task(run, capsys):
     assert main([run, "--domain", "airline", "--greedy", "--seed", "3"]) == 0
     shown = capsys.readouterr().out
-    says(shown, "checkpoint step-000001 (step 1) of run; greedy, seed 3", "rules     airline")
-    says(shown, "transfer(reason)", "database  case: asked [], transferred -", "reservations.")
-    says(shown, "\ncustomer  ", "\nagent     ", "\nended     ", "\nchanged   ", "\nreward    0")
+    says(
+        shown,
+        "checkpoint step-000001 (step 1) of run; greedy, seed 3",
+        "rules     airline",
+        "transfer(reason)",
+        "database  case: asked [], transferred -",
+        "reservations.",
+        "\ncustomer  ",
+        "\nagent     ",
+        "\nended     ",
+        "\nchanged   ",
+        "\nreward    0",
+    )
     assert "\033" not in shown  # no colour outside a terminal
     assert main([run, "--domain", "airline", "--greedy", "--seed", "3"]) == 0
     assert capsys.readouterr().out == shown

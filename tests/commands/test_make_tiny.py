@@ -29,8 +29,13 @@ def tickets(tmp_path, monkeypatch) -> Path:
 def test_the_folder_is_a_model_whose_tokens_are_the_words_of_the_file(tickets, capsys):
     assert main([str(tickets), "tiny"]) == 0
     shown = capsys.readouterr().out
-    says(shown, "tools: read_ticket, assign;", "60 demonstrations have ", " at most")
-    says(shown, "--model ./tiny --demonstrations '{DOMAIN: tickets.jsonl}'")
+    says(
+        shown,
+        "tools: read_ticket, assign;",
+        "60 demonstrations have ",
+        " at most",
+        "--model ./tiny --demonstrations '{DOMAIN: tickets.jsonl}'",
+    )
     settings = parse(["--model", "./tiny"]).model
     check_name(settings.model)
     tokenizer = load_tokenizer(settings)

@@ -3,14 +3,11 @@
 import json
 from pathlib import Path
 
-import pytest
-
-from pipeline.common.errors import UserError
 from pipeline.data.tasks import HELD_OUT
 from pipeline.evaluation.transfer import Runs
 from pipeline.models.tiny import CHAT_TEMPLATE, tiny_model
 from tests.support.helpers import tokenizer
-from tests.support.messages import says
+from tests.support.messages import refusal, says
 from tests.support.warm import play
 
 ROWS = [{"prompt": f"{a} + 1 =", "answer": str(a + 1)} for a in range(20)]
@@ -47,8 +44,10 @@ SHORT = [
     *("--max-tokens-per-turn", "4", "--eval-trials", "1", "--save-steps", "1"),
     *("--validation-tasks", "2", "--report-to", "none"),
 ]
-OWN = ["--domains", "sums", "--tasks", "{sums: sums.jsonl}", "--reward-funcs", "my_reward:correct"]
-OWN += [*SHORT, "--eval-tasks-per-domain", "4", "--chat-template", "my_template.jinja"]
+OWN = [
+    *("--domains", "sums", "--tasks", "{sums: sums.jsonl}", "--reward-funcs", "my_reward:correct"),
+    *(*SHORT, "--eval-tasks-per-domain", "4", "--chat-template", "my_template.jinja"),
+]
 
 
 def write(folder: Path, rows: list[dict[str, str]], graders: str = GRADERS) -> None:
@@ -83,14 +82,20 @@ def test_other_data_or_more_steps_are_refused_when_a_run_goes_on_or_is_evaluated
     # A finished run takes no more steps.
     more = [*begun[:-1], "3", "--override", "--resume-from-checkpoint", "latest"]
     line = refused(*more)
-    says(line, "max_steps: stage sums has ended at step 2, and would now end at step 3; ")
-    says(line, "train on in a new run with --model out")
+    says(
+        line,
+        "max_steps: stage sums has ended at step 2, and would now end at step 3; ",
+        "train on in a new run with --model out",
+    )
 
     begun += ["--resume-from-checkpoint", "step-000001"]
     write(tmp_path, [*ROWS[1:], ROWS[0]])
     line = refused(*begun)
-    says(line, "made_of: step-000001 was made with other training tasks of sums, ")
-    says(line, "put back what was there, or start a new run; --override goes on all the same")
+    says(
+        line,
+        "made_of: step-000001 was made with other training tasks of sums, ",
+        "put back what was there, or start a new run; --override goes on all the same",
+    )
     write(tmp_path, changed(held_out[0], "7"))
     says(refused(*begun), "was made with other held-out tasks of sums; put back")
     line = refused(*evaluation, "--output-dir", "eval")
@@ -166,10 +171,8 @@ def test_tasks_that_differ_by_process_are_refused_on_all_ranks(tmp_path: Path):
 def test_runs_with_other_code_are_no_seeds_of_one_run():
     run = {"evaluations": [], "success_threshold": 1.0}
     runs = [{**run, "made_of": {"module my_reward": name}} for name in "ab"]
-    with pytest.raises(UserError) as refused:
-        Runs(runs)
     says(
-        str(refused.value), "report: runs with other versions of the module my_reward are no seeds"
+        refusal(Runs, runs), "report: runs with other versions of the module my_reward are no seeds"
     )
     Runs(runs[:1] * 2), Runs(runs, over_seeds=False)
 
@@ -183,5 +186,7 @@ def test_runs_on_other_tasks_under_equal_ids_are_not_compared():
     }
     other = {**run, "made_of": {f"{HELD_OUT}shop": "1", "training tasks of shop": "2"}}
     Runs([run, other, {**run, "made_of": {}}])
-    with pytest.raises(UserError, match="runs with other held-out tasks of shop cannot"):
-        Runs([run, {**run, "made_of": {f"{HELD_OUT}shop": "2"}}])
+    says(
+        refusal(Runs, [run, {**run, "made_of": {f"{HELD_OUT}shop": "2"}}]),
+        "runs with other held-out tasks of shop cannot",
+    )

@@ -57,8 +57,14 @@ def test_a_run_says_in_one_line_what_the_machine_did_to_its_folder(tmp_path, har
     told = [line for line in lines if not line.startswith(("running on", "airline "))]
     if harm == "full":
         (line,) = told
-        says(line, "error: output_dir: ", str(folder), "full (No space left", "free some space")
-        says(line, "--resume-from-checkpoint latest")
+        says(
+            line,
+            "error: output_dir: ",
+            str(folder),
+            "full (No space left",
+            "free some space",
+            "--resume-from-checkpoint latest",
+        )
         assert sorted(p.name for p in (folder / "checkpoints").iterdir()) == [
             *("latest", "step-000000", "step-000001"),
         ]
