@@ -48,6 +48,7 @@ class Memory:
     def __init__(
         self,
         config: Config,
+        *,
         prompts: Mapping[str, int] | None = None,
         model: Any = None,
     ) -> None:

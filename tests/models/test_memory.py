@@ -28,5 +28,5 @@ def test_the_cache_of_a_rollout_has_the_bytes_of_the_table(rows, max_tokens):
     sampler.sample(episodes, [2] * rows)
     layers = sampler._cache.layers
     counted = sum(storages([x for layer in layers for x in (layer.keys, layer.values)]).values())
-    table = Memory(config, tokenizer()).terms()
+    table = Memory(config).terms()
     assert counted == table["key-value cache"]
