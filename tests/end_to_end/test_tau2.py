@@ -1,4 +1,4 @@
-"""A run on a checkout of τ²-bench: the real one of TAU2_PATH, or the miniature."""
+"""Runs on a checkout of τ²-bench: the real one of TAU2_PATH, or the miniature; recipes of Qwen3."""
 
 import gzip
 import json
@@ -17,6 +17,7 @@ from tests.support import ROOT, random_qwen3, warm
 from tests.support.endpoint import agent_of, seed_of, serving
 from tests.support.helpers import call, say
 from tests.support.tau2_miniature import write
+from tests.support.warm import metrics
 from tests.support.warm import results as results_of
 
 TAU2_PATH = os.environ.get("TAU2_PATH")
@@ -56,8 +57,10 @@ def said_by(folder, script, *arguments, code=0):
 
 
 def test_the_three_domains_run_in_sequence_beside_an_agent(checkout, tmp_path):
-    few = [*FEW, "--tasks-per-step", "2", "--num-generations", "2", "--max-tokens-per-turn", "8"]
-    few += ["--max-turns", "30", "--max-tool-result-tokens", "20000", "--max-tokens", "5000"]
+    few = [
+        *(*FEW, "--tasks-per-step", "2", "--num-generations", "2", "--max-tokens-per-turn", "8"),
+        *("--max-turns", "30", "--max-tool-result-tokens", "20000", "--max-tokens", "5000"),
+    ]
     argv = ["--config", "tau2_three_smoke", "--tau2", checkout, *few]
     with serving(agent_of(dict(gold(checkout)))) as server:
         done = warm.play(*argv, "--agent-url", server.url, "--agent-model", "gold", cwd=tmp_path)
@@ -118,10 +121,12 @@ def test_the_recipe_of_qwen3_is_checked_and_runs_with_prompts_in_full(checkout, 
     assert said.startswith("recipe qwen3_4b_tau2_8gpu: model Qwen/Qwen3-4B\n")
     assert "  airline: 30 steps of " in said and "  telecom: 75 steps of " in said
     model = str(random_qwen3.write(tmp_path / "model", Path(checkout)))
-    few = [*FEW[:4], "--model", model, "--mixed-precision", "no", "--max-steps", "2"]
-    few += ["--domains", "airline,telecom", "--stage-steps", "{}", "--validation-steps", "0"]
-    few += ["--eval-tasks-per-domain", "1", "--eval-trials", "1", "--max-turns", "3"]
-    few += ["--tasks-per-step", "2", "--num-generations", "2", "--max-tokens-per-turn", "8"]
+    few = [
+        *(*FEW[:4], "--model", model, "--mixed-precision", "no", "--max-steps", "2"),
+        *("--domains", "airline,telecom", "--stage-steps", "{}", "--validation-steps", "0"),
+        *("--eval-tasks-per-domain", "1", "--eval-trials", "1", "--max-turns", "3"),
+        *("--tasks-per-step", "2", "--num-generations", "2", "--max-tokens-per-turn", "8"),
+    ]
     with serving(lambda body: "###STOP###" if len(body["messages"]) > 4 else ASKED) as server:
         warm.play(*recipe, *few, "--customer-url", server.url, cwd=tmp_path)
     evaluations = results_of(tmp_path / "out")["evaluations"]
@@ -138,3 +143,62 @@ def test_the_recipe_of_qwen3_needs_a_customer(capsys):
     assert main(["--config", "qwen3_4b_tau2_8gpu"]) == 2
     line = "error: customer_url: got http://HOST:8000/v1; give the server's name in place of HOST\n"
     assert capsys.readouterr().err == line
+
+
+# Its customers as a language model, with a budget
+
+BUDGET = [
+    *("--report-to", "none", "--output-dir", "out", "--max-steps", "2", "--eval-trials", "1"),
+    *("--tasks-per-step", "2", "--num-generations", "2", "--max-tokens-per-turn", "8"),
+    *("--eval-tasks-per-domain", "2", "--domains", "airline", "--validation-steps", "0"),
+]
+
+
+def test_a_run_out_of_budget_is_resumed_and_pays_nothing_twice(tmp_path):
+    asked = "I want to cancel my flight."
+    with serving(lambda body: "###STOP###" if len(body["messages"]) > 2 else asked) as server:
+        llm = ["--customer-url", server.url, "--customer-model", "m"]
+        argv = ["--tau2", str(write(tmp_path / "checkout")), *llm, *BUDGET]
+        argv = ["--config", "tau2_three_smoke", *argv, "--customer-max-calls", "6"]
+        spent = warm.play(*argv, cwd=tmp_path, code=2)
+        line = "error: customer_max_calls: got 6, which is spent; go on with "
+        assert line in spent.stderr and "Traceback" not in spent.stderr
+        assert sum(server.paid.values()) <= 6
+        resume = ["--output-dir", "out", "--resume-from-checkpoint", "auto"]
+        warm.play(*resume, "--customer-max-calls", "null", cwd=tmp_path)
+    assert set(server.paid.values()) == {1}
+    assert {body["temperature"] for body in server.bodies} == {0.0}
+    (about,) = results_of(tmp_path / "out")["about"].values()
+    assert about["customer"] == "m at temperature 0, with the benchmark's user prompt"
+    for episode in warm.episodes(tmp_path / "out"):
+        assert episode["messages"][2]["content"] == asked == episode["customer"][2]["content"]
+
+
+# The recipes for a Qwen3 on the embedded domains
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        pytest.param("qwen3_0.6b_1gpu", marks=pytest.mark.proof),
+        pytest.param("qwen3_4b_8gpu", marks=pytest.mark.proof),
+        pytest.param("qwen3_8b_lora_8gpu", marks=pytest.mark.proof),
+        "qwen3_8b_full_8gpu",
+        pytest.param("qwen3_32b_lora_8gpu", marks=pytest.mark.proof),
+    ],
+)
+def test_two_steps_of_a_recipe(recipe, tmp_path):
+    model = random_qwen3.write(tmp_path / "model", write(tmp_path / "texts"))
+    few = [
+        *("--model", str(model), "--mixed-precision", "no", "--max-steps", "2"),
+        *("--domains", "airline"),
+        *("--tasks-per-step", "2", "--num-generations", "2", "--max-tokens-per-turn", "4"),
+        *("--max-turns", "2", "--tasks-per-domain", "4", "--eval-tasks-per-domain", "1"),
+        *("--eval-trials", "1", "--kl-probe-tasks", "0", "--validation-steps", "0"),
+    ]
+    num_ranks = 1 if recipe.endswith("_1gpu") else 2
+    flags = ["--config", recipe, *few, "--report-to", "none", "--output-dir", "out"]
+    warm.play(*flags, cwd=tmp_path, num_ranks=num_ranks)
+    assert [line["step"] for line in metrics(tmp_path / "out")] == [1, 2]
+    evaluations = results_of(tmp_path / "out")["evaluations"]
+    assert [of["after"] for of in evaluations] == ["start", "airline"]

@@ -1,6 +1,5 @@
 """Zero-std groups are replaced by others of their domain, the same ones on any number of ranks."""
 
-import json
 import shutil
 import threading
 from collections.abc import Mapping
@@ -36,6 +35,7 @@ from tests.support.helpers import (
     rollout_of,
     say,
 )
+from tests.support.warm import metrics, results
 
 pytestmark = pytest.mark.whole_run
 
@@ -301,34 +301,21 @@ def test_tasks_live_groups_and_permuted_rewards_are_the_same_on_one_and_three_ra
 FLAGS = [*COIN, "--save-steps", "2", "--max-tokens-per-turn", "8", "--deterministic"]
 
 
-@pytest.fixture(scope="module")
-def start(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """Flags that start from a model that says one word as often as the other."""
-    return [*FLAGS, *warm_started(tmp_path_factory.mktemp("start"))]
-
-
-@pytest.fixture(scope="module")
-def replacing(start: list[str], tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """The flags of a run that replaces groups, its folder, and the run on one rank."""
-    flags = [*start, "--max-steps", "3", "--dynamic-sampling", "--scale-rewards", "batch"]
-    flags += ["--start-report-tasks", "3"]
-    folder = tmp_path_factory.mktemp("replacing")
-    return flags, folder, play_run(1, flags, folder)
-
-
-def metrics(folder: Path) -> list[dict[str, Any]]:
-    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
-    return [line for line in lines if line["kind"] == "train"]
-
-
 def start_of(folder: Path) -> Any:
-    return json.loads((folder / "results.json").read_text())["start"]
+    return results(folder)["start"]
 
 
 def test_a_run_is_the_same_bit_by_bit_on_one_and_two_ranks_and_after_a_resume(
-    replacing: Any, tmp_path: Path
+    tmp_path: Path,
 ) -> None:
-    flags, folder, one = replacing
+    """From a model that says one word as often as the other, a run that replaces groups."""
+    folder = tmp_path / "one"
+    (tmp_path / "start").mkdir()
+    flags = [
+        *(*FLAGS, *warm_started(tmp_path / "start"), "--max-steps", "3", "--dynamic-sampling"),
+        *("--scale-rewards", "batch", "--start-report-tasks", "3"),
+    ]
+    one = play_run(1, flags, folder)
     two = play_run(2, flags, tmp_path / "two")
     assert one.episodes == two.episodes
     assert np.array_equal(one.parameters, two.parameters)
