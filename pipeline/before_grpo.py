@@ -19,7 +19,7 @@ from pipeline.environments.language_models.language_model import LanguageModel
 from pipeline.evaluation.advice import gathered_groups, groups_of, start_report
 from pipeline.evaluation.agents import agent_rollout, evaluate_agent
 from pipeline.evaluation.evaluate import error_counts, stop_on_errors, success_in_words
-from pipeline.report.progress import StageProgress, episodes_of
+from pipeline.report.progress import StageProgress, episode_progress
 from pipeline.report.write import start_block
 from pipeline.rollout.trajectory import Trajectory
 from pipeline.run_state import Run, evaluate_held_out
@@ -97,7 +97,7 @@ def play_agent(run: Run, name: str) -> None:
         evaluation = config.evaluation
         trials = evaluation.eval_trials + evaluation.eval_greedy
         count = len(ranks.shard(len(tasks))) * trials
-        shown = episodes_of(f"agent {name}", count, ranks)
+        shown = episode_progress(f"agent {name}", count, ranks)
         with ranks.phase("evaluate", run.state.stage, run.state.step), shown as progress:
             entry, played = evaluate_agent(agent, tasks, config, ranks, progress)
     run.check_language_models()
@@ -240,7 +240,7 @@ def _play(run: Run, tasks: Sequence[Task], name: str, *key: int | str) -> list[T
     ranks = run.ranks
     size = run.config.rollout.num_generations
     mine = [tasks[index] for index in ranks.shard(len(tasks))]
-    shown = episodes_of(name, len(mine) * size, ranks)
+    shown = episode_progress(name, len(mine) * size, ranks)
     with ranks.phase("sample", name), shown as progress:
         return play_groups(
             run.learner.rollout, ranks, mine, size, run.config.run.seed, *key, progress=progress

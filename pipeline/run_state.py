@@ -52,7 +52,7 @@ from pipeline.models.capabilities import enter_ends
 from pipeline.preflight.made_of import hashes_of_modules, made_of
 from pipeline.preflight.parts import Parts
 from pipeline.report.log import RunLog
-from pipeline.report.progress import episodes_of, say_start
+from pipeline.report.progress import episode_progress, say_start
 from pipeline.rollout.samplers.choice import Sampler, make_sampler
 from pipeline.rollout.trajectory import EpisodeRecord, Trajectory
 from pipeline.training.learner import Learner
@@ -411,7 +411,7 @@ def evaluate_held_out(run: Run, after: str) -> None:
     tasks = [task for tasks in run.parts.held_out.values() for task in tasks]
     name = f"evaluation after {after}"
     count = len(run.ranks.shard(len(tasks))) * (trials + settings.eval_greedy)
-    shown = episodes_of(name, count, run.ranks)
+    shown = episode_progress(name, count, run.ranks)
     with run.ranks.phase("evaluate", run.state.stage, run.state.step), shown as progress:
         sampled, trajectories = evaluate(rollout, tasks, trials, seed, run.ranks, progress=progress)
         greedy = list[EpisodeRecord]()

@@ -52,7 +52,7 @@ PLAIN = (BaseModel, Mapping, str, bool, int, float, list, tuple, set)
 
 def main(argv: list[str]) -> int:
     """Run `chat RUN`; raises UserError for a mistake of the user."""
-    options = parser().parse_args(argv)
+    options = _parser().parse_args(argv)
     checkpoint = open_checkpoint(options.run, options.checkpoint)
     config = checkpoint.config
     names = config.data.domains
@@ -75,7 +75,7 @@ def main(argv: list[str]) -> int:
     place.tell("model", f"{checkpoint}; {how}, seed {seed}")
     place.tell("domain", f"{name}, of {', '.join(names)}")
     place.tell("task", f"{task.id} {task.family}".rstrip())
-    conversation = Conversation(options.human, chat, place)
+    conversation = ConversationView(options.human, chat, place)
     limits = config.rollout
     hooks = models_asked(checkpoint, domain, task, options.human)
     if options.human:
@@ -101,7 +101,7 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def parser() -> argparse.ArgumentParser:
+def _parser() -> argparse.ArgumentParser:
     flags = Parser(prog=command("chat"), description=__doc__, allow_abbrev=False)
     flags.add_argument("run", type=Path, metavar="RUN", help="folder of a run")
     flags.add_argument("--domain", help="a domain of the run [the first]")
@@ -220,7 +220,7 @@ class Terminal:
             print(styled(f"{heading}{printable(line)}", STYLES.get(name, "dim")), flush=True)
 
 
-class Conversation:
+class ConversationView:
     """Shows a conversation and its outcome. With `is_human`, a person types as the customer."""
 
     def __init__(self, is_human: bool, chat: Chat, place: Terminal | ChatPage) -> None:

@@ -29,7 +29,13 @@ from pipeline.models.gguf import set_split
 from pipeline.models.lora import quiet
 from pipeline.models.model_files import write_for_transformers_4
 from pipeline.models.tiny import tiny_model, tiny_tokenizer
-from pipeline.report.export import base_of, export, is_portable, upload_exported, written_whole
+from pipeline.report.export import (
+    adapter_base,
+    export,
+    is_portable,
+    upload_exported,
+    written_whole,
+)
 from pipeline.training.sft import encode
 
 
@@ -58,8 +64,8 @@ def export_checkpoint(argv: list[str]) -> int:
         check_upload(repo_id)
         if not options.merge and not is_portable(checkpoint):
             raise UserError(
-                f"--push-to-hub: the adapters' base model is only here, in {base_of(checkpoint)}; "
-                "add --merge"
+                "--push-to-hub: the adapters' base model is only here, in "
+                f"{adapter_base(checkpoint)}; add --merge"
             )
     export(checkpoint, options.out, options.merge, repo_id)
     files = [path for path in options.out.rglob("*") if path.is_file()]
@@ -69,8 +75,8 @@ def export_checkpoint(argv: list[str]) -> int:
         print("note: the checkpoint has no LoRA adapters, so --merge changes nothing")
     elif not options.merge and not is_portable(checkpoint):
         print(
-            f"note: the adapters need their base model, {base_of(checkpoint)}; --merge writes a "
-            "whole model"
+            f"note: the adapters need their base model, {adapter_base(checkpoint)}; --merge "
+            "writes a whole model"
         )
     print("README.md there is the model card", flush=True)
     if repo_id is not None:

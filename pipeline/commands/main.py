@@ -37,7 +37,7 @@ COMMANDS = {
     "evaluate": Command(
         "MODEL [FLAGS]",
         "evaluate a run, a checkpoint or another model on the held-out tasks",
-        "pipeline.commands.main:evaluate",
+        "pipeline.commands.main:evaluate_model",
     ),
     "check": Command("[FLAGS]", "say what a run would do and need", TRAIN, ("--check",)),
     "doctor": Command("[FLAGS]", "test the ranks, links and run folder", TRAIN, ("--doctor",)),
@@ -82,10 +82,10 @@ WITH_FLAGS_OF_TRAIN = ("evaluate", "check", "doctor")
 
 def console() -> NoReturn:
     """The console script `three-domain-grpo`."""
-    begin("three-domain-grpo")
+    start_as("three-domain-grpo")
 
 
-def begin(form: str) -> NoReturn:
+def start_as(form: str) -> NoReturn:
     """Run the command line of this process; `form` is how the user calls this program."""
     os.environ[STARTED_AS] = form
     run.start(main)
@@ -123,7 +123,7 @@ def overview() -> str:
     return "\n".join([head, "commands:", *lines, "", f"{command('COMMAND')} --help tells more"])
 
 
-def evaluate(argv: list[str]) -> int:
+def evaluate_model(argv: list[str]) -> int:
     """Evaluate the model that `argv` begins with; flags follow."""
     if not argv or argv[0].startswith("-"):
         raise UserError(
@@ -131,10 +131,10 @@ def evaluate(argv: list[str]) -> int:
             f"first: {command('evaluate')} runs/NAME"
         )
     model, *flags = argv
-    return run.main([*settings_of(model), "--model", model, *flags])
+    return run.main([*run_flags(model), "--model", model, *flags])
 
 
-def settings_of(model: str) -> list[str]:
+def run_flags(model: str) -> list[str]:
     """Return the flags for the settings of the run that made a model, or of evaluate_only.
 
     An evaluation takes the run's own settings, except the folder, the number of ranks, the name and

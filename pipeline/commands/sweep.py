@@ -39,7 +39,7 @@ WARM_START |= {"domain_weights": {}, "rft_rounds": 0}
 
 def main(argv: list[str]) -> int:
     place = argv.index("--") if "--" in argv else len(argv)
-    options = parser().parse_args(argv[:place])
+    options = _parser().parse_args(argv[:place])
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # The exit also ends the run.
     given = argv[place + 1 :]
     grid = parse_grid(options.grid)
@@ -58,12 +58,14 @@ def main(argv: list[str]) -> int:
         for section in ("model", "data", "warm_start")
     )
     folder = options.output_dir or Path("runs") / f"sweep-{Path(options.recipe).stem}"
-    failed = run(folder, options.num_gpus, configurations, options.seeds, common, has_warm_start)
+    failed = run_all(
+        folder, options.num_gpus, configurations, options.seeds, common, has_warm_start
+    )
     code = write.main([str(folder.resolve())])
     return 1 if failed else code
 
 
-def parser() -> argparse.ArgumentParser:
+def _parser() -> argparse.ArgumentParser:
     made = Parser(
         command("sweep"), description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
@@ -124,7 +126,7 @@ def label(settings: Mapping[str, Any]) -> str:
     return "".join(c if c.isalnum() or c in "=.-_+" else "_" for c in text)
 
 
-def run(
+def run_all(
     folder: Path,
     num_ranks: int,
     configurations: Sequence[Mapping[str, Any]],

@@ -41,8 +41,8 @@ Success = dict[str, Any]  # success rates of a domain, family or branch in `resu
 MOST_K = 4  # the largest k of pass^k, as in tau-bench
 ATTEMPTS = 3  # maximum number of attempts at a trial whose environment fails
 # Of the episodes that the KL probe keeps.
-FIELDS = ("domain", "task_id", "trial", "prompt_ids", "completion_ids", "loss_mask", "logprobs")
-METRICS = {"mean": "success"} | {n: n for n in ("greedy", "reward", "greedy_reward")}
+KEPT = ("domain", "task_id", "trial", "prompt_ids", "completion_ids", "loss_mask", "logprobs")
+RATE_NAMES = {"mean": "success"} | {n: n for n in ("greedy", "reward", "greedy_reward")}
 
 
 def evaluate(
@@ -190,8 +190,8 @@ def success(
 
 def evaluation_metrics(rates: Mapping[str, Success]) -> dict[str, float]:
     """Return the `eval/` metrics from the success rates of each domain."""
-    found = [(d, key) for key in METRICS for d, of in rates.items() if key in of]
-    return {f"eval/{domain}/{METRICS[key]}": rates[domain][key] for domain, key in found}
+    found = [(d, key) for key in RATE_NAMES for d, of in rates.items() if key in of]
+    return {f"eval/{domain}/{RATE_NAMES[key]}": rates[domain][key] for domain, key in found}
 
 
 def success_in_words(rates: Mapping[str, Success]) -> str:
@@ -270,7 +270,7 @@ class KLProbe:
     def keep(self, stage: Stage, tasks: Sequence[Task], rollout: Rollout) -> None:
         """Run one episode of each task at the stage's end; every rank keeps all episodes."""
         _, mine = evaluate(rollout, tasks, 1, self._config.run.seed, self._ranks)
-        episodes = [{name: getattr(t, name) for name in FIELDS} for t in mine if any(t.loss_mask)]
+        episodes = [{name: getattr(t, name) for name in KEPT} for t in mine if any(t.loss_mask)]
         gathered = chain(*self._ranks.all_gather_objects(episodes, "KL probe"))
         by_task = {(episode["domain"], episode["task_id"]): episode for episode in gathered}
         ordered = [by_task[task.key] for task in tasks if task.key in by_task]

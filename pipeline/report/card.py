@@ -25,7 +25,7 @@ from pipeline.evaluation.transfer import summary
 from pipeline.models.model_files import HUB_ID
 from pipeline.report.run_files import RunData, after_name, episodes_in
 from pipeline.report.tables import (
-    METRICS,
+    METRIC_NAMES,
     about_table,
     baseline_table,
     ends_in_words,
@@ -43,7 +43,7 @@ ELSEWHERE |= {"push_to_hub", "hub_model_id", "hub_private_repo"}
 Example = dict[str, Any]
 
 
-def example_of(run: RunData) -> Example:
+def example_prompt(run: RunData) -> Example:
     """Return the first messages of a held-out episode, and the JSON schemas of its tools.
 
     Without transcripts, the example is one word without tools.
@@ -167,7 +167,11 @@ def _measured(run: RunData, checkpoint: RunCheckpoint) -> dict[str, Any]:
     transfer = summary([{**run.results, **parts}])
     best = checkpoint.state.get("best") or {}
     numbers = transfer.get("metrics", {})
-    rows = [[METRICS[name], metric(numbers[name], name)] for name in METRICS if numbers.get(name)]
+    rows = [
+        [METRIC_NAMES[name], metric(numbers[name], name)]
+        for name in METRIC_NAMES
+        if numbers.get(name)
+    ]
     is_curve = len(transfer.get("points", [])) > 2
     tables = {
         "transfer": [["transfer number", "value"], *rows] if is_curve else [],

@@ -21,7 +21,7 @@ from pipeline.config.recipe import full_name
 from pipeline.evaluation.transfer import differences, estimate, mean_samples, successes_of, summary
 from pipeline.report.plots.pictures import Configuration
 from pipeline.report.run_files import RunData, is_finished, load_run, read_settings
-from pipeline.report.tables import METRICS, Rows, number_table
+from pipeline.report.tables import METRIC_NAMES, Rows, number_table
 
 IGNORED = ("run", "tracking")  # sections of settings that do not change what a run learns
 KIND = "curriculum.curriculum"
@@ -71,7 +71,7 @@ def configurations_of(runs: Sequence[RunData]) -> list[Configuration]:
     """
     groups: dict[str, list[RunData]] = {}
     for run in sorted(runs, key=lambda run: int(run.config["run"]["seed"])):
-        group = groups.setdefault(json.dumps(settings_of(run.config), sort_keys=True), [])
+        group = groups.setdefault(json.dumps(learning_settings(run.config), sort_keys=True), [])
         if group and group[-1].config["run"]["seed"] == run.config["run"]["seed"]:
             what = f"has the settings and the seed of {group[-1].folder}"
             say(f"warning: {run.folder} {what}, so it is no further seed and is left out")
@@ -92,7 +92,7 @@ def configurations_of(runs: Sequence[RunData]) -> list[Configuration]:
     return configurations
 
 
-def settings_of(config: Mapping[str, Any]) -> dict[str, Any]:
+def learning_settings(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings that affect learning, except the seed; the keys are `section.name`.
 
     If the model is a checkpoint of another run, settings of the other run replace the model name.
@@ -109,7 +109,7 @@ def settings_of(config: Mapping[str, Any]) -> dict[str, Any]:
     if path.parent.name == "checkpoints":
         settings[MODEL] = re.sub(r"seed-\d+", "seed", str(path))  # one name for all seeds
         if (origin := path.parent.parent / "config.yaml").is_file():
-            other = settings_of(read_settings(origin.parent))
+            other = learning_settings(read_settings(origin.parent))
             sections = ("model.", "warm_start.", "rft.", "data.")
             kept = {key: value for key, value in other.items() if key.startswith(sections)}
             settings[MODEL] = f"{path.name} of {json.dumps(kept, sort_keys=True)}"
@@ -204,7 +204,7 @@ def minus_first(
     return found, unequal
 
 
-def data_of(
+def comparison_data(
     configurations: Sequence[Configuration],
     unfinished: Sequence[RunData] = (),
     again: Sequence[RunData] = (),
@@ -214,7 +214,7 @@ def data_of(
     changes, unequal = minus_first(configurations)
     pages = {run.folder: run.folder / "report.html" for c in configurations for run in c.runs}
     compared = {
-        c.label: {name: c.against_mixed.get(name) for name in METRICS}
+        c.label: {name: c.against_mixed.get(name) for name in METRIC_NAMES}
         for c in configurations
         if c.against_mixed
     }
@@ -242,7 +242,7 @@ def _differing(configurations: Sequence[Configuration]) -> Rows:
         return []
     configs = [c.runs[0].config for c in configurations]
     settings = [
-        settings_of(config) | {MODEL: _model(config["model"]["model"])} for config in configs
+        learning_settings(config) | {MODEL: _model(config["model"]["model"])} for config in configs
     ]
     keys = dict.fromkeys(key for of in settings for key in of)
     rows = [

@@ -18,7 +18,7 @@ from pipeline.common.layout import ADAPTER_CONFIG
 from pipeline.common.untrusted import reason_of
 from pipeline.config.settings import Config
 from pipeline.models.model_files import HUB_ID, read_json, write_for_transformers_4
-from pipeline.report.card import example_of, model_card
+from pipeline.report.card import example_prompt, model_card
 from pipeline.report.run_files import load_run
 
 OF_THE_RUN = ("optimizer.pt", "moments/", "state.json")  # what is no part of a model
@@ -40,7 +40,7 @@ def export(
         manifest = read_manifest(checkpoint.path)
         assert manifest is not None, "an undamaged checkpoint has a manifest"
         names = [name for name in manifest["files"] if not name.startswith(OF_THE_RUN)]
-        base = base_of(checkpoint) if checkpoint.is_adapter and not merge else None
+        base = adapter_base(checkpoint) if checkpoint.is_adapter and not merge else None
         if checkpoint.is_adapter and merge:
             from transformers.utils import GENERATION_CONFIG_NAME
 
@@ -62,7 +62,7 @@ def export(
             content = {**json.loads(path.read_text()), "base_model_name_or_path": base}
             path.write_text(json.dumps(content, indent=2, sort_keys=True))
         run = load_run(checkpoint.run)
-        example = example_of(run)
+        example = example_prompt(run)
         model_card(checkpoint, run, example, base, repo_id).save(folder / "README.md")
         text = json.dumps(example, ensure_ascii=False, indent=1)
         (folder / "example.json").write_text(text, encoding="utf-8")
@@ -96,10 +96,11 @@ def is_portable(checkpoint: RunCheckpoint) -> bool:
     """Return False for LoRA adapters whose base model lies in a folder of this machine."""
     if not checkpoint.is_adapter:
         return True
-    return HUB_ID.fullmatch(base := base_of(checkpoint)) is not None and not Path(base).exists()
+    base = adapter_base(checkpoint)
+    return HUB_ID.fullmatch(base) is not None and not Path(base).exists()
 
 
-def base_of(checkpoint: RunCheckpoint) -> str:
+def adapter_base(checkpoint: RunCheckpoint) -> str:
     """Return the folder or hub id of the base model of LoRA adapters."""
     from pipeline.models import lora  # imports torch
 

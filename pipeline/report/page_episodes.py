@@ -25,10 +25,10 @@ BROKEN = "\N{REPLACEMENT CHARACTER}"
 MOST_TOKENS = 4  # maximum number of tokens that make up one character
 COPIED = ("trial", "reward", "stop_reason", "num_turns", "num_sampled_tokens", "error", "advantage")
 
-Episode = Mapping[str, Any]
+EpisodeLine = Mapping[str, Any]
 Step = tuple[str, int]  # (stage or `evaluation-<after>`, number of the step)
-Task = tuple[str, str]  # domain, task id
-Group = tuple[Step, Task]
+TaskKey = tuple[str, str]  # domain, task id
+GroupKey = tuple[Step, TaskKey]
 TokenTexts = Callable[[Sequence[int]], list[str]]
 
 
@@ -67,7 +67,7 @@ def read_episodes(
     newest = max(tokenizers, key=lambda path: path.stat().st_mtime, default=None)
     token_texts = token_texts_of(newest) if newest else None
     while True:
-        chosen = set(choose(sizes, max_episodes))
+        chosen = set(choose_groups(sizes, max_episodes))
         index, chunks = _read(files, tasks, chosen, token_texts)
         shown = sum(sizes[group] for group in chosen)
         num_characters = sum(map(len, chunks))
@@ -83,13 +83,13 @@ def read_episodes(
         max_episodes = int(0.9 * shown * max_characters / num_characters)
 
 
-def choose(sizes: Counter[Group], limit: int) -> list[Group]:
+def choose_groups(sizes: Counter[GroupKey], limit: int) -> list[GroupKey]:
     """Choose groups with at most `limit` episodes in total, but at least one group.
 
-    `choose` takes one group from each stage in turn; within a stage, the steps take turns.
+    `choose_groups` takes one group from each stage in turn; within a stage, the steps take turns.
     """
 
-    def in_turns(groups: list[Group], owner: Callable[[Group], Hashable]) -> list[Group]:
+    def in_turns(groups: list[GroupKey], owner: Callable[[GroupKey], Hashable]) -> list[GroupKey]:
         turns: dict[Hashable, count[int]] = defaultdict(count)
         return sorted(groups, key=lambda group: next(turns[owner(group)]))
 
@@ -103,8 +103,8 @@ def choose(sizes: Counter[Group], limit: int) -> list[Group]:
 
 def _read(
     files: Mapping[Step, Sequence[Path]],
-    tasks: Mapping[Path, Sequence[Task]],
-    chosen: Container[Group],
+    tasks: Mapping[Path, Sequence[TaskKey]],
+    chosen: Container[GroupKey],
     token_texts: TokenTexts | None,
 ) -> tuple[dict[str, Any], list[str]]:
     """Return an index with an entry for each chosen group, and a list with a chunk per step."""
@@ -112,7 +112,7 @@ def _read(
     entries: list[list[Any]] = []
     chunks: list[str] = []
     for (stage, step), paths in files.items():
-        found: dict[Task, list[Episode]] = defaultdict(list)
+        found: dict[TaskKey, list[EpisodeLine]] = defaultdict(list)
         for path in paths:
             for line, task in zip(whole_lines(path), tasks[path], strict=False):
                 if ((stage, step), task) in chosen:
@@ -127,7 +127,7 @@ def _read(
     return {"stages": stages, "groups": entries}, chunks
 
 
-def _packed(groups: Sequence[Sequence[Episode]], token_texts: TokenTexts | None) -> str:
+def _packed(groups: Sequence[Sequence[EpisodeLine]], token_texts: TokenTexts | None) -> str:
     """Return a chunk (base64 of gzip of JSON): texts, and episodes that hold indices of texts."""
     texts: dict[str, int] = {}
 
@@ -142,7 +142,7 @@ def _packed(groups: Sequence[Sequence[Episode]], token_texts: TokenTexts | None)
 
 
 def _packed_episode(
-    episode: Episode, index: Callable[[Any], int], token_texts: TokenTexts | None
+    episode: EpisodeLine, index: Callable[[Any], int], token_texts: TokenTexts | None
 ) -> dict[str, Any]:
     sampled = iter(zip(episode.get("ids", ()), episode.get("logprobs", ()), strict=False))
     messages: list[dict[str, Any]] = []

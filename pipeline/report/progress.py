@@ -109,7 +109,7 @@ class StageProgress(AbstractContextManager["StageProgress"]):
 
 
 @contextmanager
-def episodes_of(name: str, num_episodes: int, ranks: Ranks) -> Iterator[Callable[[int], None]]:
+def episode_progress(name: str, num_episodes: int, ranks: Ranks) -> Iterator[Callable[[int], None]]:
     """Show how many of its `num_episodes` episodes rank 0 has finished.
 
     Yields a function that counts finished episodes.

@@ -11,7 +11,7 @@ from typing import Any
 
 from pipeline.config.recipe import recipe_in_words
 from pipeline.evaluation.transfer import rate, threshold_of
-from pipeline.report.plots.drawing import NO_INTERVAL, shown
+from pipeline.report.plots.drawing import NO_INTERVAL, ci_text
 from pipeline.report.plots.pictures import STOP
 from pipeline.report.run_files import (
     Evaluation,
@@ -22,7 +22,7 @@ from pipeline.report.run_files import (
     number,
 )
 
-METRICS = {  # key in `results.json` -> name in reports
+METRIC_NAMES = {  # key in `results.json` -> name in reports
     "average_accuracy": "average accuracy",
     "total_gain": "total gain",
     "stage_gain": "new-domain gain",
@@ -33,7 +33,7 @@ METRICS = {  # key in `results.json` -> name in reports
     "area_under_curve": "area under the learning curve",
 }
 UNSIGNED = ("average_accuracy", "area_under_curve")
-KINDS = {"mean": "sampled", "greedy": "greedy"}  # key in `results.json` -> name in reports
+RATE_KINDS = {"mean": "sampled", "greedy": "greedy"}  # key in `results.json` -> name in reports
 ENDS = ("before GRPO", "after GRPO")
 
 LEFT_OUT = "rollout/left_out/"
@@ -44,8 +44,8 @@ Rows = list[list[str]]  # cells of a table; the first row is the header
 
 def metric(number: Sequence[Any] | None, name: str, sign: str = "") -> str:
     """Format (value, low, high) with the sign and the digits for the transfer metric `name`."""
-    is_change = name in METRICS and name not in UNSIGNED
-    return shown(number, sign or "+" * is_change, 3 if name == "learning_efficiency" else 2)
+    is_change = name in METRIC_NAMES and name not in UNSIGNED
+    return ci_text(number, sign or "+" * is_change, 3 if name == "learning_efficiency" else 2)
 
 
 def number_table(title: str, numbers: Mapping[str, Mapping[str, Any]], sign: str = "") -> Rows:
@@ -53,7 +53,7 @@ def number_table(title: str, numbers: Mapping[str, Mapping[str, Any]], sign: str
     names = dict.fromkeys(name for of in numbers.values() for name in of)
     used = [name for name in names if any(of.get(name) for of in numbers.values())]
     rows = [[key, *(metric(of.get(n), n, sign) for n in used)] for key, of in numbers.items()]
-    header = [title, *(METRICS.get(name, name) for name in used)]
+    header = [title, *(METRIC_NAMES.get(name, name) for name in used)]
     return [header, *(row for row in rows if {*row[1:]} - {NO_INTERVAL})]
 
 
@@ -86,7 +86,12 @@ def success_tables(results: Mapping[str, Any]) -> list[Rows]:
         "mean": transfer.get("metrics", {}).get("total_gain"),
     }
     sampled = [
-        [n, *cells(n, "mean", ends), shown(gains.get(n), "+"), *cells(n, "mean", agents.values())]
+        [
+            n,
+            *cells(n, "mean", ends),
+            ci_text(gains.get(n), "+"),
+            *cells(n, "mean", agents.values()),
+        ]
         for n in names
     ]
     greedy = [[name, *cells(name, "greedy", [*ends, *agents.values()])] for name in names]
@@ -97,9 +102,9 @@ def success_tables(results: Mapping[str, Any]) -> list[Rows]:
 
 
 def kinds_of(evaluations: Sequence[Evaluation]) -> dict[str, str]:
-    """Return those of KINDS that were played."""
+    """Return those of RATE_KINDS that were played."""
     played = [of for e in evaluations for of in e["success"].values()]
-    return {key: name for key, name in KINDS.items() if any(key in of for of in played)}
+    return {key: name for key, name in RATE_KINDS.items() if any(key in of for of in played)}
 
 
 def agents_of(results: Mapping[str, Any]) -> dict[str, Evaluation]:
@@ -115,7 +120,7 @@ def ends_in_words(evaluations: Sequence[Evaluation]) -> str:
 
 def with_interval(values: Sequence[Any] | None) -> str:
     """Format (value, low, high); without bounds, as for one task, the value alone."""
-    return number(values[0]) if values and None in values else shown(values)
+    return number(values[0]) if values and None in values else ci_text(values)
 
 
 def failures(evaluations: Sequence[Evaluation]) -> dict[str, str]:
@@ -165,7 +170,7 @@ def pass_hat_table(transfer: Mapping[str, Any]) -> Rows:
     return [["in all of k trials", *names], *rows] if rows else []
 
 
-def data_of(run: RunData, live: bool = False) -> dict[str, Any]:
+def report_data(run: RunData, live: bool = False) -> dict[str, Any]:
     """Return the variables of the template `run.md.jinja`; `live` if the run goes on."""
     columns: dict[str, dict[str, Any]] = {}
     if transfer := run.transfer:

@@ -28,7 +28,7 @@ from pipeline.report.plots import drawing, pictures
 from pipeline.report.run_files import RunData, load_run, reading, transcripts_in
 from pipeline.report.server import HERE, NO_PAGE, PORT, Answer, Page, address_in_words, server_of
 from pipeline.report.status import Status, status_of, variables_of, with_ranks
-from pipeline.report.tables import data_of
+from pipeline.report.tables import report_data
 from pipeline.report.write import TEMPLATES, filled, page_of, render, sections_of, svgs_of
 
 NEWEST = 4  # steps and evaluations whose episodes the page has
@@ -107,7 +107,7 @@ class LivePage(Page):
                 return
             run = drawn or load_run(self._folder)
             status = status_of(run)
-            data = data_of(run, live=True)
+            data = report_data(run, live=True)
             text = render("run.md.jinja", drawn=self._svgs, drawn_steps=self._drawn, **data)
             files = transcripts_in(self._folder)
             shown = _shown_of([*files.items()], status["state"] == "running")

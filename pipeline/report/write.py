@@ -31,15 +31,15 @@ from pipeline.report.page_episodes import Reader, read_episodes
 from pipeline.report.plots import drawing, pictures
 from pipeline.report.run_files import after_name, before_and_after, load_run, number, reading
 from pipeline.report.tables import (
-    METRICS,
+    METRIC_NAMES,
     aligned,
-    data_of,
+    ci_text,
     ends_in_words,
     failures,
     metric,
     pass_hat_table,
+    report_data,
     share,
-    shown,
     start_table,
     success_tables,
 )
@@ -60,7 +60,7 @@ def write_report(folder: Path) -> None:
     unseen = run.results.get("unseen")
     reader = read_episodes(folder, run.success_threshold, parts, unseen=unseen)
     figures = drawing.draw(pictures.OF_RUN, run)
-    write_files(folder / "report", "run.md.jinja", figures, reader, **data_of(run))
+    write_files(folder / "report", "run.md.jinja", figures, reader, **report_data(run))
 
 
 def write_comparison(folders: Sequence[Path], output: Path) -> None:
@@ -84,7 +84,7 @@ def write_comparison(folders: Sequence[Path], output: Path) -> None:
         "comparison.md.jinja",
         figures,
         title=f"Comparison of {sum(len(c.runs) for c in configurations)} runs",
-        **comparison.data_of(configurations, unfinished, again, output),
+        **comparison.comparison_data(configurations, unfinished, again, output),
     )
 
 
@@ -92,7 +92,7 @@ def write_files(
     path: Path, template: str, figures: Mapping[str, Any], reader: Reader | None = None, **data: Any
 ) -> None:
     """Write the pictures, the Markdown file and the HTML page; `path` has no suffix."""
-    drawing.save(figures, path.parent)
+    drawing.save_pictures(figures, path.parent)
     text = printable(render(template, drawn=figures, **data))  # no control characters
     path.with_suffix(".md").write_text(text, encoding="utf-8")
     page = page_of(data["title"], sections_of(text), svgs_of(figures), reader)
@@ -155,7 +155,7 @@ def final_table(results: Mapping[str, Any]) -> str:
         lacks_start=ends[0] is None and ends[1] is not None,
         failures=failed.values(),
         worse=results.get("worse", {"found": []}),
-        numbers=[[METRICS[n], metric(numbers[n], n)] for n in AT_THE_END if n in numbers],
+        numbers=[[METRIC_NAMES[n], metric(numbers[n], n)] for n in AT_THE_END if n in numbers],
     )
 
 
@@ -218,7 +218,18 @@ def environment(**options: Any) -> Environment:
         lstrip_blocks=True,
         **options,
     )
-    filters = (shown, metric, number, share, median, table, aligned, after_name, in_words, rich)
+    filters = (
+        ci_text,
+        metric,
+        number,
+        share,
+        median,
+        table,
+        aligned,
+        after_name,
+        in_words,
+        rich,
+    )
     made.filters |= {function.__name__: function for function in filters}
     return made
 
@@ -227,7 +238,7 @@ def render(template: str, **data: Any) -> str:
     """Render a Markdown template, and join the lines of each paragraph."""
     # The Markdown has no HTML escapes, because `page.html` escapes the texts later.
     made = environment(finalize=plain).get_template(template)
-    text = made.render(METRICS=METRICS, row=row, **data)
+    text = made.render(METRIC_NAMES=METRIC_NAMES, row=row, **data)
     text = re.sub(r"(?<=[^\n])\n *(?=[^\s|#!-])", " ", text)
     return re.sub(r"\n{3,}", "\n\n", text).strip() + "\n"
 

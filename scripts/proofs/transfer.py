@@ -80,7 +80,7 @@ def main(argv: list[str]) -> int:
     try:
         tracked = [*flags, "--report-to", "none"]
         has_warm_start = parse(tracked).warm_start.steps > 0
-        if sweep.run(folder, 1, list(rows.values()), options.seeds, tracked, has_warm_start):
+        if sweep.run_all(folder, 1, list(rows.values()), options.seeds, tracked, has_warm_start):
             return 1
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)

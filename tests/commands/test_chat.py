@@ -14,7 +14,7 @@ from urllib.request import Request, urlopen
 import pytest
 import yaml
 
-from pipeline.commands.chat import Conversation, Terminal, main
+from pipeline.commands.chat import ConversationView, Terminal, main
 from pipeline.config.settings import RolloutSettings
 from pipeline.report.chat_page import ChatPage
 from pipeline.rollout.rollout import RolloutRequest
@@ -123,7 +123,7 @@ OWN = make_task(request="the tasks own")
 def serve(monkeypatch, typed: str, script, kind, task=OWN, is_human=True):
     """Play an episode with a scripted model, and a person who types these lines."""
     monkeypatch.setattr("sys.stdin", io.StringIO(typed))
-    customer = Conversation(is_human, chat(), Terminal())
+    customer = ConversationView(is_human, chat(), Terminal())
     rollout = rollout_of(
         ScriptedSampler({0: script}),
         chat(),

@@ -8,7 +8,7 @@ from contextlib import suppress
 
 import pytest
 
-from pipeline.commands.main import COMMANDS, main, settings_of
+from pipeline.commands.main import COMMANDS, main, run_flags
 from pipeline.common.console import STARTED_AS
 from pipeline.common.errors import RunError, UserError
 from pipeline.config.cli import parse
@@ -131,8 +131,8 @@ def test_an_evaluation_takes_the_settings_of_the_run(tmp_path):
     )
     (tmp_path / "checkpoints" / "step-000002").mkdir(parents=True)
     for model in (tmp_path, tmp_path / "checkpoints" / "step-000002"):
-        config = parse(settings_of(str(model)))
+        config = parse(run_flags(str(model)))
         assert config.agent == AgentSettings()
     assert (config.recipe, config.data.domains) == ("mine", ["retail"])
     assert (config.run.output_dir, config.run.num_gpus, config.grpo.use_grpo) == (None, None, False)
-    assert settings_of("org/model") == ["--config", "evaluate_only"]
+    assert run_flags("org/model") == ["--config", "evaluate_only"]

@@ -21,7 +21,7 @@ import psutil
 import pytest
 
 from pipeline.commands import sweep
-from pipeline.commands.main import COMMANDS, main, settings_of
+from pipeline.commands.main import COMMANDS, main, run_flags
 from pipeline.config.cli import parse
 from scripts import settings_page
 from tests.support import ROOT
@@ -106,7 +106,7 @@ def flags_of_run(words: list[str]) -> list[str] | None:
     if words[0] != "three-domain-grpo" or words[1] not in ("train", "check", "doctor", "evaluate"):
         return None
     if words[1] == "evaluate":
-        return [*settings_of(words[2]), "--model", *words[2:]]
+        return [*run_flags(words[2]), "--model", *words[2:]]
     return [*COMMANDS[words[1]].flags, *words[2:]]
 
 

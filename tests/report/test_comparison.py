@@ -8,7 +8,7 @@ from pipeline.commands.main import main as command
 from pipeline.config.recipe import load_recipe
 from pipeline.evaluation.transfer import differences, summary
 from pipeline.report import comparison
-from pipeline.report.plots.drawing import shown
+from pipeline.report.plots.drawing import ci_text
 from pipeline.report.write import main, render, rich
 from tests.support.messages import refusal, says
 from tests.support.report_runs import THREE, edited, make_run, matplotlib_home  # noqa: F401
@@ -38,7 +38,7 @@ def configurations_of(sweep):
 
 
 def markdown_of(configurations):
-    data = comparison.data_of(configurations)
+    data = comparison.comparison_data(configurations)
     return render("comparison.md.jinja", title="two runs", **data)
 
 
@@ -74,11 +74,11 @@ def test_the_command_compares_the_runs_of_a_folder(sweep, configurations, tmp_pa
     text = (folder / "comparison.md").read_text()
     _, first, _ = configurations
     for name in ("stage_gain", "forgetting"):
-        assert f" {shown(first.transfer['metrics'][name], '+')} |" in text
+        assert f" {ci_text(first.transfer['metrics'][name], '+')} |" in text
     assert "| mixed (reference) | 2 | 360 | 0.62 [" in text
     assert "- replay 0.05: `replay=0.05-seed-1`, `replay=0.05-seed-2`" in text
     page = (folder / "comparison.html").read_text()
-    assert shown(first.transfer["metrics"]["forgetting"], "+") in page
+    assert ci_text(first.transfer["metrics"]["forgetting"], "+") in page
     assert "<svg" in page
     assert (folder / "pareto.png").stat().st_size > 10_000
 
@@ -184,7 +184,7 @@ def test_success_at_the_end_is_paired_by_task_and_unequal_tasks_are_named(sweep,
     ]
     text = markdown_of(configurations_of(tmp_path))
     assert (
-        f"| replay 0.5 | {shown(changes['airline'], '+')} | {shown(changes['retail'], '+')} |"
+        f"| replay 0.5 | {ci_text(changes['airline'], '+')} | {ci_text(changes['retail'], '+')} |"
         in text
     )
     assert f"**Unequal held-out tasks**, of a row and of replay 0.05: {unequal[0]}." in text

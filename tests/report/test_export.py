@@ -29,7 +29,7 @@ from pipeline.preflight.parts import prepare
 from pipeline.report.card import command_of, without_places
 from pipeline.report.export import push_after_training
 from pipeline.report.run_files import load_run
-from pipeline.report.tables import data_of
+from pipeline.report.tables import report_data
 from pipeline.report.write import render
 from tests.support import SMALL_RUN, http
 from tests.support.hub import Hub
@@ -143,7 +143,7 @@ def test_a_failure_leaves_nothing_half_written(tmp_path, monkeypatch):
 def test_the_card_has_the_numbers_of_the_report(tmp_path):
     run = run_with(tmp_path / "run", 20)
     text = text_of(run, tmp_path / "out")
-    report = render("run.md.jinja", drawn={}, **data_of(load_run(run)))
+    report = render("run.md.jinja", drawn={}, **report_data(load_run(run)))
     tables = text.partition("## Results")[2].partition("## How to use")[0]
     rows = [line for line in tables.splitlines() if line.startswith("|")]
     assert sum("[" in row for row in rows) >= 8

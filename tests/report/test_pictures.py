@@ -33,7 +33,7 @@ pytestmark = pytest.mark.whole_run
 def draw(folder: Path, *names: str) -> None:
     """These pictures, or all."""
     wanted = {name: OF_RUN[name] for name in names or OF_RUN}
-    drawing.save(drawing.draw(wanted, load_run(folder)), folder)
+    drawing.save_pictures(drawing.draw(wanted, load_run(folder)), folder)
 
 
 def assert_is_a_whole_picture(path: Path) -> numpy.ndarray:

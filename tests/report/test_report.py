@@ -8,9 +8,9 @@ import pytest
 from pipeline.commands.main import main as command
 from pipeline.evaluation.transfer import summary
 from pipeline.report.plots import pictures
-from pipeline.report.plots.drawing import shown
+from pipeline.report.plots.drawing import ci_text
 from pipeline.report.run_files import is_finished, load_run
-from pipeline.report.tables import data_of
+from pipeline.report.tables import report_data
 from pipeline.report.write import final_table, main, render, write_comparison, write_report
 from tests.support.messages import refusal, says
 from tests.support.report_runs import (  # noqa: F401
@@ -196,7 +196,7 @@ def test_what_was_left_out_of_training_is_told_by_domain_and_kind(tmp_path):
         line |= {"rollout/left_out": 3.0, "rollout/left_out/reset/retail": 1.0}
         line |= {"rollout/left_out/outage/airline": 2.0, "rollout/too_few_left": 0.25}
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    text = render("run.md.jinja", drawn=(), **data_of(load_run(folder)))
+    text = render("run.md.jinja", drawn=(), **report_data(load_run(folder)))
     assert "| airline | outage | 4 |\n| retail | reset | 2 |" in text
     assert "| stage | domain | all failed | all solved | fewer than two left | in all |" in text
     assert "| mixed | all | 0.375 | 0.125 | 0.050 | 0.500 |" in text
@@ -231,16 +231,14 @@ def test_every_transfer_number_is_that_of_the_summary_with_its_interval(sequenti
         assert f"| {words} | {value:+.2f} [{low:+.2f}, {high:+.2f}] |" in text
     matrix = found["domains"]["matrix"]
     for row, point, step in zip(matrix, ("the warm start", *THREE), (0, 10, 20, 30), strict=True):
-        assert f"| after {point} | {step} | " + " | ".join(map(shown, row)) + " |" in text
-    assert (
-        f"| airline/refund | {shown(found['families']['backward_transfer']['airline/refund'], '+')}"
-        in text
-    )
-    every = " | ".join(shown(row[0]) for row in found["tools"]["matrix"])
+        assert f"| after {point} | {step} | " + " | ".join(map(ci_text, row)) + " |" in text
+    refund = found["families"]["backward_transfer"]["airline/refund"]
+    assert f"| airline/refund | {ci_text(refund, '+')}" in text
+    every = " | ".join(ci_text(row[0]) for row in found["tools"]["matrix"])
     assert f"| airline/look_up | {every} | " in text
     assert "| 120 | 0.75 |" in text, "calls in training"
-    assert shown([0.5, None, None]) == "-", "a number without an interval"
-    assert f"| airline | pass^2 | {shown(found['passes']['airline']['pass^2'][0])} |" in text
+    assert ci_text([0.5, None, None]) == "-", "a number without an interval"
+    assert f"| airline | pass^2 | {ci_text(found['passes']['airline']['pass^2'][0])} |" in text
 
 
 def test_a_run_of_one_stage_has_a_matrix_and_no_transfer(tmp_path, without_pictures):

@@ -67,14 +67,15 @@ def label_steps(axes: Axes) -> None:
     axes.locator_params(axis="x", integer=True)
 
 
-def complete(number: Number | None) -> list[float]:
+def with_bounds(number: Number | None) -> list[float]:
     """Return value, low and high, or [] if one of the three is missing."""
     return [] if number is None or None in number else [x or 0.0 for x in number]
 
 
-def shown(number: Number | None, sign: str = "", digits: int = 2) -> str:
+def ci_text(number: Number | None, sign: str = "", digits: int = 2) -> str:
     """Format (value, low, high) as `+0.55 [+0.47, +0.63]`, or as a dash if a number is missing."""
-    rounded = [round(x, digits) + 0.0 for x in complete(number)]  # adding zero removes the - of -0
+    # Adding zero removes the - of -0.
+    rounded = [round(x, digits) + 0.0 for x in with_bounds(number)]
     texts = [f"{x:{sign}.{digits}{'g' if abs(x) > HUGE else 'f'}}" for x in rounded]
     return "{} [{}, {}]".format(*texts) if texts else NO_INTERVAL
 
@@ -130,7 +131,7 @@ def draw(
     return {name: figure for name, figure in figures.items() if figure is not None}
 
 
-def save(figures: Mapping[str, Figure], folder: Path) -> None:
+def save_pictures(figures: Mapping[str, Figure], folder: Path) -> None:
     for name, figure in figures.items():
         figure.savefig(folder / f"{name}.png", dpi=DPI)
         figure.set_layout_engine(None)  # the SVG element keeps the layout of the PNG file

@@ -19,9 +19,9 @@ from pipeline.report.plots.drawing import (
     Figure,
     Handle,
     Number,
-    complete,
+    ci_text,
     error_bar,
-    shown,
+    with_bounds,
 )
 from pipeline.report.run_files import RunData
 from pipeline.rollout.trajectory import succeeded
@@ -187,7 +187,7 @@ def draw_baseline(axes: Axes, run: RunData, domain: str, colour: str) -> None:
 
 
 def draw_rate(axes: Axes, x: float, number: Number, **style: Any) -> None:
-    bar = error_bar(*whole) if (whole := complete(number)) else None
+    bar = error_bar(*whole) if (whole := with_bounds(number)) else None
     style = {"capsize": 2, "elinewidth": 1, "clip_on": False, **style}
     axes.errorbar(x, number[0] or 0.0, bar, **style)
 
@@ -335,11 +335,11 @@ def accuracy_matrix(run: RunData) -> Figure | None:
     for r, row in enumerate(of["matrix"]):
         for c, number in enumerate(row):
             ink = "black"
-            if cell := complete(number):
+            if cell := with_bounds(number):
                 fill_colour = colormaps["cividis"](cell[0])
                 axes.add_patch(patches.Rectangle((c - 0.5, r - 0.5), 1, 1, color=fill_colour))
                 ink = drawing.DARK_INK if cell[0] > 0.55 else drawing.LIGHT_INK
-            text = shown(number).replace(" [", "\n[")
+            text = ci_text(number).replace(" [", "\n[")
             axes.text(c, r, text, ha="center", va="center", color=ink, fontsize="small")
     trained = [(stage["name"], name) for stage in run.transfer["stages"] for name in stage["own"]]
     for r, c in ((points.index(stage), columns.index(name)) for stage, name in trained):
@@ -387,7 +387,7 @@ def transfer(run: RunData) -> Figure | None:
 
 def _draw_bars(axes: Axes, bars: Sequence[Bar]) -> None:
     for y, (_, number, colour) in enumerate(bars):
-        if not (points := complete(number)):
+        if not (points := with_bounds(number)):
             axes.text(0, y, "no interval", va="center", fontsize="small")
             continue
         axes.barh(y, points[0], height=0.7, color=colour)
@@ -395,7 +395,7 @@ def _draw_bars(axes: Axes, bars: Sequence[Bar]) -> None:
         axes.text(
             1.02,
             y,
-            shown(points, "+"),
+            ci_text(points, "+"),
             va="center",
             transform=axes.get_yaxis_transform(),
             fontsize="x-small",
@@ -477,7 +477,7 @@ def pareto(configurations: Sequence[Configuration]) -> Figure:
     drawn = [
         row
         for row in _styled(configurations)
-        if complete(row[0].transfer["metrics"].get("stage_gain"))
+        if with_bounds(row[0].transfer["metrics"].get("stage_gain"))
     ]
     figure = drawing.new_figure(
         None,
@@ -488,8 +488,8 @@ def pareto(configurations: Sequence[Configuration]) -> Figure:
     axes = figure.subplots()
     for configuration, name, (colour, marker, size) in drawn:
         numbers = configuration.transfer["metrics"]
-        gain = complete(numbers["stage_gain"])
-        forgetting = complete(numbers.get("forgetting"))
+        gain = with_bounds(numbers["stage_gain"])
+        forgetting = with_bounds(numbers.get("forgetting"))
         if configuration.is_mixed:
             axes.axhline(gain[0], color=colour, linestyle=":", linewidth=1)
         forgotten = forgetting[0] if forgetting else 0.0
