@@ -24,7 +24,7 @@ from pipeline.data.curriculum import Stage, describe, on_plateau
 from pipeline.data.rng import stream_key
 from pipeline.data.tasks import Task
 from pipeline.distributed.ranks import Ranks
-from pipeline.evaluation.transfer import pass_hat_k, summary, worse
+from pipeline.evaluation.transfer import pass_hat_k, summary, tool_counts, worse
 from pipeline.rollout.rollout import Progress, Rollout, RolloutRequest
 from pipeline.rollout.trajectory import (
     EpisodeRecord,
@@ -119,14 +119,6 @@ def refuse_failed_trials(records: Sequence[EpisodeRecord], when: str) -> None:
         )
 
 
-def tool_counts(records: Iterable[EpisodeRecord]) -> dict[str, list[int]]:
-    sums: dict[str, list[int]] = {}
-    for name, (calls, errors) in chain(*(record.tools.items() for record in records)):
-        before = sums.get(name, [0, 0])
-        sums[name] = [before[0] + calls, before[1] + errors]
-    return sums
-
-
 def success(
     sampled: Sequence[EpisodeRecord],
     greedy: Sequence[EpisodeRecord],
@@ -171,7 +163,7 @@ def success(
         ks = range(1, min(MOST_K, *map(len, solved)) + 1)
         tools: dict[str, dict[str, list[int]]] = {}
         for task, records in tasks.items():
-            for tool, counts in tool_counts(records).items():
+            for tool, counts in tool_counts(record.tools for record in records).items():
                 tools.setdefault(tool, {})[task] = counts
         return {
             **found,
@@ -433,5 +425,8 @@ def training_summary(gathered: Sequence[Sequence[EpisodeRecord]]) -> dict[str, A
         "episodes_per_rank": [*map(len, gathered)],
         "reward": {domain: fmean(r.reward for r in of) for domain, of in counted.items()},
         "stop_reasons": {str(reason): stops[reason] for reason in StopReason if stops[reason]},
-        "tools": {d: tool_counts(of) for d, of in grouped(records, "domain").items()},
+        "tools": {
+            domain: tool_counts(record.tools for record in of)
+            for domain, of in grouped(records, "domain").items()
+        },
     }

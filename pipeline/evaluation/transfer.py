@@ -16,6 +16,7 @@ Letters in shapes: B samples (the first is the estimate), S seeds, P points, N t
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
+from itertools import chain
 from math import comb, sqrt
 from statistics import fmean
 from typing import Any, NamedTuple
@@ -386,8 +387,7 @@ def rate(evaluation: Mapping[str, Any], domain: str, kind: str, threshold: float
     samples = []
     for name, of in used.items():
         if kind == "mean":
-            trials = [of["tasks"][task] for task in sorted(of["tasks"])]
-            solved = [fmean(succeeded(reward, threshold) for reward in task) for task in trials]
+            solved = [*successes_of(dict(sorted(of["tasks"].items())), threshold).values()]
         else:
             solved = np.arange(len(of["tasks"])) < round(of[kind] * len(of["tasks"]))
         samples.append(mean_samples(solved, name))
@@ -516,6 +516,15 @@ def _groups(results: Mapping[str, Any], domain: str) -> dict[str, list[str]]:
         for name in dict.fromkeys(name.rstrip("/") for name in names):
             groups[name].append(task)
     return groups
+
+
+def tool_counts(counts: Iterable[Mapping[str, Sequence[int]]]) -> dict[str, list[int]]:
+    """Return the sums of [calls, failed calls] of each tool."""
+    sums: dict[str, list[int]] = {}
+    for name, (calls, errors) in chain(*(of.items() for of in counts)):
+        before = sums.get(name, [0, 0])
+        sums[name] = [before[0] + calls, before[1] + errors]
+    return sums
 
 
 def successes_of(tasks: Mapping[str, Any], threshold: float) -> dict[str, float]:

@@ -10,7 +10,7 @@ from statistics import fmean
 from typing import Any
 
 from pipeline.config.recipe import recipe_in_words
-from pipeline.evaluation.transfer import rate, threshold_of
+from pipeline.evaluation.transfer import rate, threshold_of, tool_counts
 from pipeline.report.plots.drawing import NO_INTERVAL, ci_text
 from pipeline.report.plots.pictures import STOP
 from pipeline.report.run_files import (
@@ -270,13 +270,11 @@ def _by_family(run: RunData) -> list[Rows]:
 
 def _calls_in_training(run: RunData) -> dict[str, list[int]]:
     """Return the numbers of calls and of failed calls of each tool, `domain/tool`."""
-    found = dict[str, list[int]]()
-    for stage in run.results.get("training", {}).values():
-        for domain, of_domain in stage.get("tools", {}).items():
-            for tool, (calls, errors) in of_domain.items():
-                before = found.get(f"{domain}/{tool}", [0, 0])
-                found[f"{domain}/{tool}"] = [before[0] + calls, before[1] + errors]
-    return found
+    return tool_counts(
+        {f"{domain}/{tool}": counts for tool, counts in tools.items()}
+        for stage in run.results.get("training", {}).values()
+        for domain, tools in stage.get("tools", {}).items()
+    )
 
 
 def _transfer_by(kind: str, of: Mapping[str, Any]) -> Rows:

@@ -56,9 +56,12 @@ PICTURE = re.compile(r"!\[(?P<caption>.*)\]\((?P<name>\w+)\.png\)")
 def write_report(folder: Path) -> None:
     """Write a run's report into its folder; raise UserError if the folder has no run."""
     run = load_run(folder)
-    parts = run.results.get("reward_parts")
-    unseen = run.results.get("unseen")
-    reader = read_episodes(folder, run.success_threshold, parts, unseen=unseen)
+    reader = read_episodes(
+        folder,
+        run.success_threshold,
+        run.results.get("reward_parts"),
+        unseen=run.results.get("unseen"),
+    )
     figures = drawing.draw(pictures.OF_RUN, run)
     write_files(folder / "report", "run.md.jinja", figures, reader, **report_data(run))
 

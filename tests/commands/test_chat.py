@@ -14,9 +14,8 @@ from urllib.request import Request, urlopen
 import pytest
 import yaml
 
-from pipeline.commands.chat import ConversationView, Terminal, main
+from pipeline.commands.chat import ChatPage, ConversationView, Terminal, main
 from pipeline.config.settings import RolloutSettings
-from pipeline.report.chat_page import ChatPage
 from pipeline.rollout.rollout import RolloutRequest
 from pipeline.rollout.trajectory import StopReason
 from tests.support import SMALL_RUN

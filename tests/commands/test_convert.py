@@ -47,25 +47,19 @@ def write_gguf(
     """A Llama of one layer; `keys` are further fields of its tokenizer."""
     gguf = pytest.importorskip("gguf")
     writer = gguf.GGUFWriter(path, "llama")
-    writer.add_block_count(1)
-    writer.add_context_length(64)
-    writer.add_embedding_length(8)
-    writer.add_feed_forward_length(8)
-    writer.add_head_count(1)
-    writer.add_head_count_kv(1)
-    writer.add_layer_norm_rms_eps(1e-5)
-    writer.add_rope_freq_base(5e4)
-    writer.add_rope_dimension_count(8)
-    writer.add_vocab_size(len(words))
-    writer.add_tokenizer_model(model)
-    writer.add_token_list(list(words))
-    writer.add_token_scores([float(-n) for n in range(len(words))])
-    writer.add_token_types([1] * (len(words) - 1) + [3])
-    writer.add_token_merges(list(merges))
-    writer.add_bos_token_id(len(words) - 1)
-    writer.add_eos_token_id(len(words) - 1)
-    writer.add_unk_token_id(0)
-    writer.add_pad_token_id(len(words) - 1)
+    last = len(words) - 1
+    fields = {
+        **{"block_count": 1, "context_length": 64, "embedding_length": 8, "feed_forward_length": 8},
+        **{"head_count": 1, "head_count_kv": 1, "layer_norm_rms_eps": 1e-5, "rope_freq_base": 5e4},
+        **{"rope_dimension_count": 8, "vocab_size": len(words), "tokenizer_model": model},
+        "token_list": list(words),
+        "token_scores": [float(-n) for n in range(len(words))],
+        "token_types": [1] * last + [3],
+        "token_merges": list(merges),
+        **{"bos_token_id": last, "eos_token_id": last, "unk_token_id": 0, "pad_token_id": last},
+    }
+    for name, value in fields.items():
+        getattr(writer, f"add_{name}")(value)
     for name, value in keys.items():
         add = writer.add_bool if isinstance(value, bool) else writer.add_string
         add(f"tokenizer.ggml.{name}", value)

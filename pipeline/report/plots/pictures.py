@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from pipeline.data.curriculum import BEFORE_GRPO
-from pipeline.evaluation.transfer import mean_over_tasks, points_of, rate
+from pipeline.evaluation.transfer import mean_over_tasks, points_of, rate, successes_of
 from pipeline.report.plots import drawing
 from pipeline.report.plots.drawing import (
     COLOURS,
@@ -24,7 +24,6 @@ from pipeline.report.plots.drawing import (
     with_bounds,
 )
 from pipeline.report.run_files import RunData
-from pipeline.rollout.trajectory import succeeded
 
 SMOOTHED_OVER = 9  # number of steps in the window of the moving average
 LEAST_KL = 1e-3  # The KL axis extends at least to this value, in nats.
@@ -158,9 +157,8 @@ def optimization(run: RunData) -> Figure | None:
 
 def _validated(run: RunData, validation: Mapping[str, Any], domain: str) -> Number | None:
     """Return the rate of a validation, which has one sampled trial of each task."""
-    tasks = sorted(validation["success"].get(domain, {}).items())
-    solved = [float(succeeded(reward, run.success_threshold)) for _, reward in tasks]
-    return mean_over_tasks(solved, domain)
+    tasks = dict(sorted(validation["success"].get(domain, {}).items()))
+    return mean_over_tasks([*successes_of(tasks, run.success_threshold).values()], domain)
 
 
 def _points(records: Iterable[Mapping[str, Any]], key: str) -> list[tuple[int, float]]:
