@@ -327,9 +327,10 @@ class ConversationView:
             lines = [f"{path}: {before.get(path, '-')} -> {now.get(path, '-')}" for path in paths]
             self.tell("changed", lines or "nothing")
         parts = trajectory.rewards or trajectory.reward_breakdown
-        told = ", ".join(f"{name} {value:g}" for name, value in parts.items() if value is not None)
+        values = [f"{name} {value:g}" for name, value in parts.items() if value is not None]
+        named = f" ({', '.join(values)})" if values else ""
         goal = " for the task's own goal" if self.is_human else ""
-        self.tell("reward", f"{trajectory.reward:g}{goal}{f' ({told})' if told else ''}")
+        self.tell("reward", f"{trajectory.reward:g}{goal}{named}")
         wrong = trajectory.difference.items()
         self.tell("expected", [f"{name}: {right}, found {found}" for name, (found, right) in wrong])
 

@@ -161,8 +161,8 @@ def make_tiny(argv: list[str]) -> int:
         tokenizer.save_pretrained(writing)
         write_for_transformers_4(writing)
     print(f"{options.out}: {model.num_parameters() / 1e6:.2f} M random parameters")
-    told = ", ".join(tool["function"]["name"] for tool in tools) or "none"
-    print(printable(f"tools: {told}; {len(words) - len(names)} frequent texts are tokens"))
+    listed = ", ".join(tool["function"]["name"] for tool in tools) or "none"
+    print(printable(f"tools: {listed}; {len(words) - len(names)} frequent texts are tokens"))
     size = f"{sorted(lengths)[len(lengths) // 2]} tokens in the median, {max(lengths)} at most"
     print(f"{len(demonstrations)} demonstrations have {size} (max_tokens counts them)")
     model_name = "./tiny" if str(options.out) == "tiny" else options.out  # tiny is another model
@@ -185,6 +185,6 @@ def _parser(
 ) -> argparse.ArgumentParser:
     """Return the parser of a command that makes the folder OUT from a path, `source`."""
     parser = Parser(prog=command(name), description=about, epilog=more, allow_abbrev=False)
-    for argument, said in {**source, "out": "new or empty folder"}.items():
-        parser.add_argument(argument, type=Path, metavar=argument.upper(), help=said)
+    for argument, about in {**source, "out": "new or empty folder"}.items():
+        parser.add_argument(argument, type=Path, metavar=argument.upper(), help=about)
     return parser

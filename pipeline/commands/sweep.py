@@ -41,13 +41,13 @@ def main(argv: list[str]) -> int:
     place = argv.index("--") if "--" in argv else len(argv)
     options = _parser().parse_args(argv[:place])
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # The exit also ends the run.
-    given = argv[place + 1 :]
+    flags = argv[place + 1 :]
     grid = parse_grid(options.grid)
-    for word in (*grid, *given):
+    for word in (*grid, *flags):
         name = word.partition("=")[0].removeprefix("--").replace("-", "_")
         if name in OWN:
             raise UserError(f"{word}: the sweep gives it to its runs; see its own flags")
-    common = ["--config", options.recipe, *given]
+    common = ["--config", options.recipe, *flags]
     configurations = expand(grid)
     recipe = parse(common)
     # This refuses wrong settings before the first run.
@@ -66,15 +66,15 @@ def main(argv: list[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    made = Parser(
+    parser = Parser(
         command("sweep"), description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    made.add_argument("--recipe", default="forgetting", help="a recipe file, or a shipped one")
-    made.add_argument("--grid", nargs="+", default=[], metavar="SETTING=A,B")
-    made.add_argument("--seeds", type=int, nargs="+", default=[1])
-    made.add_argument("--num-gpus", type=int, default=1, help="ranks of each run")
-    made.add_argument("--output-dir", type=Path, help="missing: runs/sweep-<recipe>")
-    return made
+    parser.add_argument("--recipe", default="forgetting", help="a recipe file, or a shipped one")
+    parser.add_argument("--grid", nargs="+", default=[], metavar="SETTING=A,B")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1])
+    parser.add_argument("--num-gpus", type=int, default=1, help="ranks of each run")
+    parser.add_argument("--output-dir", type=Path, help="missing: runs/sweep-<recipe>")
+    return parser
 
 
 def parse_grid(words: Sequence[str]) -> dict[str, list[str]]:
@@ -178,6 +178,6 @@ def run_one(folder: Path, name: str, num_ranks: int, flags: Sequence[str]) -> bo
         raise
     if code == 0:
         done.write_text(json.dumps(flags), encoding="utf-8")
-    said = "done" if code == 0 else f"failed with exit code {code}, see {log}"
-    print(f"{name}: {said}", flush=True)
+    outcome = "done" if code == 0 else f"failed with exit code {code}, see {log}"
+    print(f"{name}: {outcome}", flush=True)
     return code == 0

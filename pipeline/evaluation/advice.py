@@ -333,18 +333,18 @@ def lost_domains(
 ) -> Iterator[str]:
     """Yield a message for each domain whose success fell before its own stage, the last stage."""
     names = {"warm_start": "the warm start", "rft": "rejection fine-tuning"}
-    given = [entry for entry in evaluations if entry["after"] in names][-1:]
+    trained = [entry for entry in evaluations if entry["after"] in names][-1:]
     earlier = {domain for stage in stages[:-1] for domain in stage.own}
-    for domain in stages[-1].own if given else ():
+    for domain in stages[-1].own if trained else ():
         before, now = (
             successes_of(entry["success"][domain]["tasks"], settings.success_threshold)
-            for entry in (given[0], evaluations[-1])
+            for entry in (trained[0], evaluations[-1])
         )
         found = fall(before, now)
         if found and domain not in earlier:
             yield (
                 f"{domain}: success fell from {found.before:.2f} after "
-                f"{names[given[0]['after']]} to {found.now:.2f} before its own stage "
+                f"{names[trained[0]['after']]} to {found.now:.2f} before its own stage "
                 f"({found.change}); raise `preview`, put it "
                 "earlier in `order`, or train all domains together (curriculum mixed)"
             )
@@ -451,18 +451,18 @@ class ActionCollapse:
                 )
         for name, kept in sorted(self.families.items()):
             domain, _, family = name.partition("/")
-            if domain not in self.said and (found := decided_alike(kept["first"], kept["last"])):
+            if domain not in self.said and (alike := decided_alike(kept["first"], kept["last"])):
                 self.said.append(domain)
                 equal = metrics.get(f"rollout/frac_reward_zero_std/{domain}", 0.0)
                 remedy = advice(config)
-                if found.from_the_start:
+                if alike.from_the_start:
                     temperature = config.rollout.temperature
                     remedy = (
                         "give demonstrations of the other actions for the warm start, "
                         f"or raise temperature ({temperature:g})"
                     )
                 yield (
-                    f"{domain}{f', {family} tasks' if family else ''}: {found.said}; entropy "
+                    f"{domain}{f', {family} tasks' if family else ''}: {alike.words}; entropy "
                     f"{self.entropy:.2g} -> {entropy:.2g}, {100 * equal:.0f} % of the "
                     f"domain's groups have equal rewards; {remedy}"
                 )
@@ -501,7 +501,7 @@ def decision_of(
 class Alike(NamedTuple):
     """How a family is decided alike: in words, and whether that was so at the stage's start."""
 
-    said: str
+    words: str
     from_the_start: bool
 
 
@@ -537,9 +537,9 @@ def decided_alike(first: Sequence[Tally], last: Sequence[Tally]) -> Alike | None
     if not is_alike:
         return None
     but = f", but its tasks have {len(branches)} branches" if has_branches else ""
-    said = (
+    words = (
         f"since step {last[0]['step']} the policy acts alike{but}: {action} in "
         f"{100 * share:.0f} % of the episodes ({100 * at_first:.0f} % at first), and "
         f"{100 * solved:.0f} % succeed"
     )
-    return Alike(said, from_the_start)
+    return Alike(words, from_the_start)

@@ -115,15 +115,18 @@ def as_sent(messages: Sequence[Message]) -> list[Message]:
         if message["role"] == "tool":
             one |= {"tool_call_id": ids.pop(0)} if ids else {"role": "user"}
         else:
-            made = [call["function"] for call in message.get("tool_calls") or ()]
-            ids = [f"call{number:03d}{place:02d}" for place in range(len(made))]
+            functions = [call["function"] for call in message.get("tool_calls") or ()]
+            ids = [f"call{number:03d}{place:02d}" for place in range(len(functions))]
             calls = [
                 {
                     "id": an_id,
                     "type": "function",
-                    "function": {"name": of["name"], "arguments": json.dumps(of["arguments"])},
+                    "function": {
+                        "name": function["name"],
+                        "arguments": json.dumps(function["arguments"]),
+                    },
                 }
-                for an_id, of in zip(ids, made, strict=True)
+                for an_id, function in zip(ids, functions, strict=True)
             ]
             one |= {"tool_calls": calls} if calls else {}
         sent.append(one)

@@ -236,9 +236,9 @@ def task_of(episode: Mapping[str, Any]) -> tuple[str, str]:
 
 def _cells(episode: Mapping[str, Any]) -> list[Any]:
     """Return a transcript's cells under COLUMNS, without stage and step."""
-    own = {"role": "system, by the chat template", "content": episode.get("preface")}
-    told = [own] * bool(own["content"]) + episode["messages"]
-    conversation = "\n\n".join(map(_text, told))
+    preface = {"role": "system, by the chat template", "content": episode.get("preface")}
+    messages = [preface] * bool(preface["content"]) + episode["messages"]
+    conversation = "\n\n".join(map(_text, messages))
     parts = episode.get("rewards") or episode.get("reward_breakdown") or {}
     rewards = ", ".join(f"{name} {value}" for name, value in parts.items())
     return [*map(episode.get, FIELDS), rewards, conversation]

@@ -73,8 +73,8 @@ class Handler(BaseHTTPRequestHandler):
         """Read the head of a request; refuse a request that may not be answered."""
         if not super().parse_request():
             return False
-        (given,) = parse_qs(urlsplit(self.path).query).get("token", [""])[:1]
-        is_allowed = hmac.compare_digest(given.encode(), self.token.encode())
+        (token,) = parse_qs(urlsplit(self.path).query).get("token", [""])[:1]
+        is_allowed = hmac.compare_digest(token.encode(), self.token.encode())
         if self.is_here:
             is_allowed &= urlsplit(f"//{self.headers.get('Host', '')}").hostname in HERE
         if not is_allowed:

@@ -210,10 +210,10 @@ def train_tasks_in_words(run: RunData) -> str:
     own = {*data["tasks"], *data["environments"], *run.results.get("about", ())}
     difficulty = f" ({', '.join(of_stages or [data['difficulty']])})"
     numbers: Mapping[str, int] = run.results.get("num_train_tasks", {})
-    said = {name: f"{n}{difficulty * (name not in own)}" for name, n in numbers.items()}
-    if len({*said.values()}) == 1:
-        return f"training tasks{' of each' * (len(said) > 1)}: {next(iter(said.values()))}"
-    return "training tasks: " + ", ".join(f"{name} {text}" for name, text in said.items())
+    texts = {name: f"{n}{difficulty * (name not in own)}" for name, n in numbers.items()}
+    if len({*texts.values()}) == 1:
+        return f"training tasks{' of each' * (len(texts) > 1)}: {next(iter(texts.values()))}"
+    return "training tasks: " + ", ".join(f"{name} {text}" for name, text in texts.items())
 
 
 def baseline_table(results: Mapping[str, Any]) -> Rows:

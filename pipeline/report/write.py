@@ -213,7 +213,7 @@ def rich(text: str) -> Markup:
 
 def environment(**options: Any) -> Environment:
     """Return a Jinja environment with the templates of reports; those of HTML escape all texts."""
-    made = Environment(
+    templates = Environment(
         loader=FileSystemLoader(TEMPLATES),
         undefined=StrictUndefined,
         autoescape=select_autoescape(["html"]),
@@ -233,15 +233,15 @@ def environment(**options: Any) -> Environment:
         in_words,
         rich,
     )
-    made.filters |= {function.__name__: function for function in filters}
-    return made
+    templates.filters |= {function.__name__: function for function in filters}
+    return templates
 
 
 def render(template: str, **data: Any) -> str:
     """Render a Markdown template, and join the lines of each paragraph."""
     # The Markdown has no HTML escapes, because `page.html` escapes the texts later.
-    made = environment(finalize=plain).get_template(template)
-    text = made.render(METRIC_NAMES=METRIC_NAMES, row=row, **data)
+    markdown = environment(finalize=plain).get_template(template)
+    text = markdown.render(METRIC_NAMES=METRIC_NAMES, row=row, **data)
     text = re.sub(r"(?<=[^\n])\n *(?=[^\s|#!-])", " ", text)
     return re.sub(r"\n{3,}", "\n\n", text).strip() + "\n"
 

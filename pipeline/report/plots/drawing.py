@@ -42,10 +42,10 @@ def new_figure(run: RunData | None, words: str, width: float, height: float) -> 
     """Return a figure (size in inches); the title shows the name and the seed of `run`."""
     from matplotlib import figure
 
-    made = figure.Figure(figsize=(width, height), layout="constrained")
+    drawn = figure.Figure(figsize=(width, height), layout="constrained")
     name = f"{run.name}, seed {run.config['run']['seed']}: " if run else ""
-    made.suptitle(name + words, wrap=True, fontsize="medium")
-    return made
+    drawn.suptitle(name + words, wrap=True, fontsize="medium")
+    return drawn
 
 
 def panels_over_steps(
