@@ -34,7 +34,7 @@ from pipeline.distributed.watchdog import Watchdog
 from pipeline.environments.language_models.customers import customers_of, end_of_run, judge_of
 from pipeline.environments.language_models.language_model import LanguageModel
 from pipeline.evaluation.advice import Group, StandStill
-from pipeline.evaluation.baselines import baselines as play_baselines
+from pipeline.evaluation.baselines import play_baselines
 from pipeline.evaluation.evaluate import (
     KLProbe,
     error_counts,

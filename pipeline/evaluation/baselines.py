@@ -28,7 +28,7 @@ from pipeline.environments.tools import (
 )
 
 
-def baselines(
+def play_baselines(
     domains: Mapping[str, Domain],
     tasks: Mapping[str, Sequence[Task]],
     call_timeout: float = RolloutSettings().call_timeout,

@@ -12,7 +12,7 @@ from huggingface_hub import HfApi
 from pipeline.checkpoints.run_folder import read_manifest
 from pipeline.checkpoints.trained import RunCheckpoint, open_checkpoint
 from pipeline.common.console import command, may_fail
-from pipeline.common.durable import sync
+from pipeline.common.durable import sync, write_text
 from pipeline.common.errors import RunError, UserError
 from pipeline.common.layout import ADAPTER_CONFIG
 from pipeline.common.untrusted import reason_of
@@ -64,8 +64,7 @@ def export(
         run = load_run(checkpoint.run)
         example = example_prompt(run)
         model_card(checkpoint, run, example, base, repo_id).save(folder / "README.md")
-        text = json.dumps(example, ensure_ascii=False, indent=1)
-        (folder / "example.json").write_text(text, encoding="utf-8")
+        write_text(folder / "example.json", json.dumps(example, ensure_ascii=False, indent=1))
 
 
 @contextmanager

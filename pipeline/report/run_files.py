@@ -153,8 +153,7 @@ def is_finished(run: RunData) -> bool:
 
 def read_metrics(folder: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Return the lines of `metrics.jsonl` and of `timings.jsonl`."""
-    metrics, timings = [_lines_of(folder / name) for name in (METRICS, TIMINGS)]
-    return metrics, timings
+    return _lines_of(folder / METRICS), _lines_of(folder / TIMINGS)
 
 
 def _lines_of(path: Path) -> list[dict[str, Any]]:

@@ -13,7 +13,7 @@ from pipeline.environments import load_domains
 from pipeline.environments.demonstrations import demonstrations_of
 from pipeline.environments.domains import generated
 from pipeline.environments.experts import run_expert
-from pipeline.evaluation.baselines import baselines
+from pipeline.evaluation.baselines import play_baselines
 from pipeline.models.tiny import tiny_model
 from pipeline.preflight.parts import prepare
 from pipeline.training.sft import encode, sft_examples
@@ -183,7 +183,7 @@ def test_settings_replace_the_shares_of_the_module(own):
     without = prepare(own(BANK + SPOKEN, curriculum={"family_shares": {"bank": {}}}))
     assert [stage.family_shares for stage in without.stages] == [{}]
     assert isinstance(without.train["bank"], list)
-    found = baselines({"bank": domain}, {"bank": parts.held_out["bank"]})
+    found = play_baselines({"bank": domain}, {"bank": parts.held_out["bank"]})
     assert found == {"bank": {"nothing": 0.0, "pay": pytest.approx(1 / 3)}}
 
 

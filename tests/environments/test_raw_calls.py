@@ -13,7 +13,7 @@ from pipeline.environments.experts import run_expert
 from pipeline.environments.task_checks import try_task
 from pipeline.environments.task_sets import undocumented
 from pipeline.environments.tools import is_done
-from pipeline.evaluation.baselines import baselines
+from pipeline.evaluation.baselines import play_baselines
 from pipeline.rollout.trajectory import StopReason
 from tests.rollout.test_rollout import LIMITS
 from tests.support import trl_forms
@@ -180,7 +180,7 @@ def test_the_reward_is_asked_with_the_whole_conversation():
     task = make_task(payload=json.dumps({"goal": {"a": 1}}))
     run_expert(Talker(), lambda agent, goal: agent.call("pay") and "bye", task)
     domain = Domain(name="desk", environment=Talker, baselines=lambda _: {"pay": [("pay", {})]})
-    baselines({"desk": domain}, {"desk": [task]})
+    play_baselines({"desk": domain}, {"desk": [task]})
     try_task(domain, task, "desk", 5)
     played, shown, nothing, paid, tried = Talker.asked
     whole = ["system", "user", "assistant", "tool", "assistant"]
