@@ -185,8 +185,7 @@ def load_rollout(
 
     `hooks` are further arguments of Rollout. Raises UserError for files that cannot be loaded.
     """
-    config = checkpoint.config
-    settings = config.model.model_copy(update={"model": str(checkpoint.path)})
+    settings = checkpoint.config.model.model_copy(update={"model": str(checkpoint.path)})
     model = load_folder(checkpoint.path, settings)
     fix_rotary(model, limits.max_tokens)
     model = model.to("cuda" if on_gpu() else "cpu")
@@ -226,8 +225,7 @@ class ChatPage(Page):
     """The place of a conversation with `--web`: as Terminal, on a page at `address`."""
 
     def __init__(self, title: str) -> None:
-        parts = parts_of_page("chat.js")
-        self._html = filled("chat.html", title=title, **parts)
+        self._html = filled("chat.html", title=title, **parts_of_page("chat.js"))
         self._lines = list[tuple[str, str]]()
         self._is_waiting = False  # for the person
         self._typed = queue.Queue[str]()

@@ -68,8 +68,7 @@ def main(argv: list[str]) -> int:
             )
         at = datetime.fromtimestamp((run / "results.json").stat().st_mtime, UTC).isoformat()
         kind = "llm_agent_solo" if world.is_solo else "llm_agent"
-        agent = {**player, "implementation": kind}
-        info = {**_info(config, world, about), "agent_info": agent}
+        info = _info(config, world, about) | {"agent_info": {**player, "implementation": kind}}
         found = results_of(world, played, info, about, at)
         write_text(out / f"{name}.json", json.dumps(found, ensure_ascii=False, indent=1))
         rate = sum(line["reward"] >= 1 for line in played) / len(played)

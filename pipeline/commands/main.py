@@ -144,8 +144,7 @@ def run_flags(model: str) -> list[str]:
     from pipeline.config.cli import flags_of
     from pipeline.config.settings import AgentSettings
 
-    folder = run_of_checkpoint(model) or Path(model)
-    settings = folder / RUN_SETTINGS
+    settings = (run_of_checkpoint(model) or Path(model)) / RUN_SETTINGS
     if not os.path.isfile(settings):
         return ["--config", "evaluate_only"]
     values = {"use_grpo": False, "warm_start_steps": 0, "rft_rounds": 0}

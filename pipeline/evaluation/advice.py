@@ -165,10 +165,9 @@ def start_report(
             "baseline": best and list(best),
         }
         if domain in trained and not domains[domain]["groups_with_signal"]:
-            success = evaluation["success"][domain]["tasks"] if evaluation else {}
-            tasks = [*success.values()]
+            trials = evaluation["success"][domain]["tasks"] if evaluation else {}
             pass_at_size = (domains[domain][f"pass@{size}"] or [None])[0]
-            lines += _advice(domain, own, tasks, config, pass_at_size)
+            lines += _advice(domain, own, [*trials.values()], config, pass_at_size)
     return {
         "after": evaluation and evaluation["after"],
         "num_generations": size,
@@ -415,8 +414,7 @@ class ActionCollapse:
                 schemas = domains[t.domain].tools
                 decision = decision_of(t.messages, schemas, names_branch=bool(t.branch))
                 solved = succeeded(t.reward, threshold)
-                is_task = t.trial == 0
-                mine[f"{t.domain}/{t.family}", t.branch, decision, solved, is_task] += 1
+                mine[f"{t.domain}/{t.family}", t.branch, decision, solved, t.trial == 0] += 1
         gathered = sum(ranks.all_gather_objects(mine, "decisions"), Counter[Any]())
         for family, of in groupby(sorted(gathered.elements()), key=itemgetter(0)):
             _, branches, decisions, solved, tasks = zip(*of, strict=True)
@@ -456,10 +454,9 @@ class ActionCollapse:
                 equal = metrics.get(f"rollout/frac_reward_zero_std/{domain}", 0.0)
                 remedy = advice(config)
                 if alike.from_the_start:
-                    temperature = config.rollout.temperature
                     remedy = (
                         "give demonstrations of the other actions for the warm start, "
-                        f"or raise temperature ({temperature:g})"
+                        f"or raise temperature ({config.rollout.temperature:g})"
                     )
                 yield (
                     f"{domain}{f', {family} tasks' if family else ''}: {alike.words}; entropy "

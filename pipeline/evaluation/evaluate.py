@@ -233,13 +233,11 @@ def validation_metrics(
 
 def plateau(validations: Sequence[Mapping[str, Any]], stage: Stage, config: Config) -> float | None:
     """Return a stage's best validation success rate, or None while the success rate still rises."""
-    settings = config.curriculum
     threshold = config.evaluation.success_threshold
     of_stage = (v["success"] for v in validations if v["step"] >= stage.first_step)
     means = (mean_success(of, stage.own, threshold) for of in of_stage)
     history = [mean for mean in means if mean is not None]
-    is_on = on_plateau(history, settings.plateau_patience)
-    return max(history) if is_on else None
+    return max(history) if on_plateau(history, config.curriculum.plateau_patience) else None
 
 
 class KLProbe:

@@ -277,12 +277,11 @@ def _of_columns(matrix: Matrix) -> dict[str, Any]:
     names, _, samples, own, num_tasks, _ = matrix
     gain = zip(names, (samples[:, len(own)] - samples[:, 0]).T, strict=True)
     rows = np.moveaxis(samples, 0, -1)
-    steps = np.diff(rows, axis=0)
     return {
         "names": names,
         "gain": {name: estimate(of) for name, of in gain if own},
         "matrix": [[*map(_cell, row, num_tasks)] for row in rows],
-        "effects": [[*map(estimate, row)] for row in steps],
+        "effects": [[*map(estimate, row)] for row in np.diff(rows, axis=0)],
         **{
             metric: _estimates({names[c]: of for c, of in found.items()}, {})
             for metric, found in column_metrics(samples, own).items()
@@ -379,9 +378,8 @@ def rate(evaluation: Mapping[str, Any], domain: str, kind: str, threshold: float
     `kind` is `mean` (sampled) or `greedy`. The numbers of sampled trials are those of `summary`.
     Returns None for a domain that was not evaluated so.
     """
-    success = evaluation["success"]
-    used = {d: of for d, of in success.items() if domain in (d, "mean")}
-    used = {d: of for d, of in used.items() if kind == "mean" or kind in of}
+    rates = {d: of for d, of in evaluation["success"].items() if domain in (d, "mean")}
+    used = {d: of for d, of in rates.items() if kind == "mean" or kind in of}
     if not used:
         return None
     samples = []

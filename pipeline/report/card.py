@@ -147,8 +147,7 @@ def licence_of(model: str) -> dict[str, Any]:
     path = Path(model) / "README.md"
     try:
         if not Path(model).is_dir():
-            is_offline = not hub_reachable()
-            path = Path(hf_hub_download(model, "README.md", local_files_only=is_offline))
+            path = Path(hf_hub_download(model, "README.md", local_files_only=not hub_reachable()))
         data = ModelCard.load(path).data.to_dict()
     except Exception:  # no such file, a broken one, or any error of the hub's library
         return {}

@@ -120,8 +120,7 @@ def reading(*folders: Path) -> Iterator[None]:
     except OSError as error:
         raise UserError(f"{error.filename or names}: {reason_of(error)}") from error
     except Exception as error:
-        why = f"a file in it {FOREIGN}"
-        raise UserError(f"{names}: {why} ({fault_and_place(error)})") from error
+        raise UserError(f"{names}: a file in it {FOREIGN} ({fault_and_place(error)})") from error
 
 
 def read_settings(folder: Path) -> dict[str, Any]:

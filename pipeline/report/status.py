@@ -100,8 +100,8 @@ def with_ranks(status: Status) -> Status:
     """
     posted = Posted()
     with suppress(OSError, ValueError):  # the run has not begun, or is gone
-        found = read_file(Path(status["folder"]) / RANKS, MOST_BYTES)
-        posted = Posted.model_validate_json(found)
+        path = Path(status["folder"]) / RANKS
+        posted = Posted.model_validate_json(read_file(path, MOST_BYTES))
     is_running = not posted.is_over and abs(time.time() - posted.time) < STALE_S
     states = {  # the first that holds
         "running": is_running,

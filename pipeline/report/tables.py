@@ -161,10 +161,9 @@ def start_table(start: Mapping[str, Any]) -> Rows:
 def pass_hat_table(transfer: Mapping[str, Any]) -> Rows:
     """Return pass^1 to pass^4 at the end of a run; no rows if a task has fewer than 4 trials."""
     names = [f"pass^{k}" for k in range(1, 5)]
-    passes = transfer.get("passes", {})
     rows = [
         [d, *(with_interval(of[name][-1]) for name in names)]
-        for d, of in passes.items()
+        for d, of in transfer.get("passes", {}).items()
         if names[-1] in of
     ]
     return [["in all of k trials", *names], *rows] if rows else []

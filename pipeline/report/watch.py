@@ -145,8 +145,8 @@ class LivePage(Page):
         self._write(run)
 
     def _seen(self) -> Seen:
-        found = [self._folder / name for name in FILES]
-        stats = [path.stat() for path in found if path.is_file()]
+        paths = map(self._folder.joinpath, FILES)
+        stats = [path.stat() for path in paths if path.is_file()]
         return [(stat.st_mtime, stat.st_size) for stat in stats]
 
 

@@ -80,12 +80,11 @@ def write_comparison(folders: Sequence[Path], output: Path) -> None:
     except OSError as error:
         why = f"got {output}, which cannot be a folder ({error.strerror})"
         raise UserError(f"--output: {why}; name another") from None
-    drawn = {"curves": pictures.curves, "pareto": pictures.pareto}
-    figures = drawing.draw(drawn, configurations)
+    functions = {"curves": pictures.curves, "pareto": pictures.pareto}
     write_files(
         output / "comparison",
         "comparison.md.jinja",
-        figures,
+        drawing.draw(functions, configurations),
         title=f"Comparison of {sum(len(c.runs) for c in configurations)} runs",
         **comparison.comparison_data(configurations, unfinished, again, output),
     )

@@ -293,8 +293,7 @@ def stage_performance(run: RunData) -> Figure:
                     rate(evaluation, domain, kind, run.success_threshold)
                     for kind in ("mean", "greedy")
                 )
-                is_pale = evaluation["after"] in BEFORE_GRPO
-                _draw_rates(axes, x, sampled, greedy, colour, is_pale)
+                _draw_rates(axes, x, sampled, greedy, colour, evaluation["after"] in BEFORE_GRPO)
         if not run.is_graded(domain):  # a mean of graded rewards is no success rate
             draw_baseline(axes, run, domain, colour)
         axes.set_title(domain, loc="left", color=colour, fontweight="bold")
@@ -311,8 +310,7 @@ def _draw_rates(axes: Axes, x: float, sampled: Any, greedy: Any, colour: str, pa
     axes.bar(x, sampled[0], width=0.8, color=colour, alpha=0.4 if pale else 1.0)
     if sampled[0] >= 0.2:
         ink = drawing.LIGHT_INK if colour in drawing.DARK and not pale else "black"
-        text = f"{sampled[0]:.2f}"
-        axes.text(x, 0.02, text, ha="center", size="small", color=ink, rotation=90)
+        axes.text(x, 0.02, f"{sampled[0]:.2f}", ha="center", size="small", color=ink, rotation=90)
     draw_rate(axes, x - 0.15, sampled, fmt="none", ecolor="black")
     if greedy:
         draw_rate(axes, x + 0.2, greedy, ecolor="black", **DIAMOND)
