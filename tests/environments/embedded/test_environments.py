@@ -23,7 +23,6 @@ from pipeline.environments.embedded.cases import (
 )
 from pipeline.environments.experts import run_expert
 from pipeline.environments.tools import call_tool
-from pipeline.evaluation.baselines import baselines
 from tests.support.helpers import DOMAINS, call, embedded, environments_of, module_of, say
 
 CLASSES = environments_of(embedded())
