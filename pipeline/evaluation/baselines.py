@@ -66,8 +66,10 @@ def baseline_calls(domain: Domain, task: Task) -> dict[str, list[Call | str]]:
     for call in chain.from_iterable(policies.values()):
         is_call = isinstance(call, tuple | list) and [type(part) for part in call] == [str, dict]
         if not (is_call or isinstance(call, str)):
-            what = f"task {shown(task.id)} has the call {shown(call)}"
-            raise UserError(f"{where}: {what}; give (tool, arguments), or the text of a message")
+            raise UserError(
+                f"{where}: task {shown(task.id)} has the call {shown(call)}; give (tool, "
+                "arguments), or the text of a message"
+            )
     return policies
 
 

@@ -73,8 +73,10 @@ def configurations_of(runs: Sequence[RunData]) -> list[Configuration]:
     for run in sorted(runs, key=lambda run: int(run.config["run"]["seed"])):
         group = groups.setdefault(json.dumps(learning_settings(run.config), sort_keys=True), [])
         if group and group[-1].config["run"]["seed"] == run.config["run"]["seed"]:
-            what = f"has the settings and the seed of {group[-1].folder}"
-            say(f"warning: {run.folder} {what}, so it is no further seed and is left out")
+            say(
+                f"warning: {run.folder} has the settings and the seed of {group[-1].folder}, so it "
+                "is no further seed and is left out"
+            )
         else:
             group.append(run)
     settings = [json.loads(key) for key in groups]

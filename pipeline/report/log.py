@@ -35,8 +35,9 @@ def check_trackers(config: Config, by_import: bool = True) -> None:
             except Exception as error:  # whatever a broken package raises
                 why = f"cannot be imported ({reason_of(error)})"
         if why:
-            remedy = f"pip install {package}, or report to none"
-            raise UserError(f"report_to: got {package}, which {why}; {remedy}")
+            raise UserError(
+                f"report_to: got {package}, which {why}; pip install {package}, or report to none"
+            )
 
 
 def _is_fed(package: str) -> bool:
@@ -95,9 +96,10 @@ class RunLog(AbstractContextManager["RunLog"]):
                     continue
                 if isinstance(error, UserError):
                     raise
-                why = f"cannot start ({type(error).__name__}: {reason_of(error)})"
-                remedy = "mend that, or report to none"
-                raise UserError(f"report_to: {tracker.name} {why}; {remedy}") from None
+                raise UserError(
+                    f"report_to: {tracker.name} cannot start ({type(error).__name__}: "
+                    f"{reason_of(error)}); mend that, or report to none"
+                ) from None
 
     def metrics(self, line: Line) -> None:
         """Append a line of numbers that the seed determines.

@@ -127,8 +127,10 @@ def read_settings(folder: Path) -> dict[str, Any]:
     """Return the settings of a run. Raises UserError if the folder holds no run."""
     path = folder / RUN_SETTINGS
     if not path.is_file():
-        why = f"holds no run, or the run has not begun (no {path.name})"
-        raise UserError(f"{folder} {why}; give the folder of a run")
+        raise UserError(
+            f"{folder} holds no run, or the run has not begun (no {path.name}); give the folder of "
+            "a run"
+        )
     config = _read(path, lambda text: yaml.load(text, _Plain))
     if not {"recipe", "data", "grpo", "run"} <= config.keys():
         raise UserError(f"{path} {FOREIGN}")

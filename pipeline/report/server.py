@@ -78,8 +78,9 @@ class Handler(BaseHTTPRequestHandler):
         if self.is_here:
             is_allowed &= urlsplit(f"//{self.headers.get('Host', '')}").hostname in HERE
         if not is_allowed:
-            why = "not this address; open the one that the command has printed"
-            self.answer(403, "text/plain", why)
+            self.answer(
+                403, "text/plain", "not this address; open the one that the command has printed"
+            )
         return is_allowed
 
     def do_GET(self) -> None:
@@ -153,6 +154,8 @@ def address_in_words(address: str, folder: Path) -> str:
             print(address, file=file)
         Path(file.name).replace(folder / ADDRESS)
     except OSError as error:
-        why = f"others may read what this prints, and {folder} takes no file ({error.strerror})"
-        raise UserError(f"watch: {why}; print to a terminal, or to a file of mode 600") from None
+        raise UserError(
+            f"watch: others may read what this prints, and {folder} takes no file "
+            f"({error.strerror}); print to a terminal, or to a file of mode 600"
+        ) from None
     return f"{address.partition('?')[0]} (whole, with its token, in {folder / ADDRESS})"

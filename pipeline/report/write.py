@@ -70,16 +70,19 @@ def write_comparison(folders: Sequence[Path], output: Path) -> None:
     """Write a comparison of runs into `output`; raise UserError if runs are not comparable."""
     runs, unfinished = comparison.finished(folders)
     for run in unfinished:
-        why = "is not finished, or was not evaluated before GRPO"
-        say(f"warning: {run.folder} {why}, and is left out")
+        say(
+            f"warning: {run.folder} is not finished, or was not evaluated before GRPO, and is left "
+            "out"
+        )
     configurations = comparison.configurations_of(runs)
     counted = {run.folder for c in configurations for run in c.runs}
     again = [run for run in runs if run.folder not in counted]
     try:
         output.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        why = f"got {output}, which cannot be a folder ({error.strerror})"
-        raise UserError(f"--output: {why}; name another") from None
+        raise UserError(
+            f"--output: got {output}, which cannot be a folder ({error.strerror}); name another"
+        ) from None
     functions = {"curves": pictures.curves, "pareto": pictures.pareto}
     write_files(
         output / "comparison",

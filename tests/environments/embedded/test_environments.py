@@ -23,6 +23,7 @@ from pipeline.environments.embedded.cases import (
 )
 from pipeline.environments.experts import run_expert
 from pipeline.environments.tools import call_tool
+from pipeline.evaluation.baselines import play_baselines
 from tests.support.helpers import DOMAINS, call, embedded, environments_of, module_of, say
 
 CLASSES = environments_of(embedded())
@@ -392,7 +393,7 @@ COMMONEST = {"airline": 0.393, "retail": 0.370, "telecom": 0.383}
 @in_the_default_domains
 def test_the_commonest_case_is_a_baseline_and_nothing_earns_nothing(domain):
     tasks = make_tasks(domain, 150, split="test")
-    found = baselines(embedded(domain), {domain: tasks})[domain]
+    found = play_baselines(embedded(domain), {domain: tasks})[domain]
     assert found == {"nothing": 0.0, "commonest case": pytest.approx(COMMONEST[domain], abs=0.005)}
 
 
