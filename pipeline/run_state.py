@@ -27,7 +27,7 @@ from pipeline.common.console import may_fail, say
 from pipeline.common.durable import write_text
 from pipeline.common.errors import UserError
 from pipeline.config.settings import Config
-from pipeline.data.curriculum import Stage, describe, one_after_another
+from pipeline.data.curriculum import Stage, describe_stages, one_after_another
 from pipeline.data.tasks import MODULE, Source
 from pipeline.distributed.ranks import Ranks
 from pipeline.distributed.watchdog import Watchdog
@@ -396,7 +396,9 @@ def open_files(
     )
     if origin.files is not None:
         stages = one_after_another(origin.parts.stages, state.ended_early)
-        write_text(folder / "curriculum.json", json.dumps(describe(stages, config), indent=1))
+        write_text(
+            folder / "curriculum.json", json.dumps(describe_stages(stages, config), indent=1)
+        )
         say_start(origin.files, state.step, config, origin.parts.stages)
     return log, checkpointer
 

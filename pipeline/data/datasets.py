@@ -4,7 +4,7 @@ A dataset cannot make the pipeline read files outside the dataset's folder.
 """
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from functools import partial
 from itertools import chain
@@ -26,7 +26,7 @@ from pipeline.common.untrusted import (
 from pipeline.data.rows import DatasetRows, JoinedRows, rows_of_dataset_file
 from pipeline.data.tasks import Tasks, load_tasks, tasks_of
 
-KINDS = ("json", "parquet", "csv", "arrow")  # formats whose rows cannot refer to other files
+FORMATS = ("json", "parquet", "csv", "arrow")  # formats whose rows cannot refer to other files
 CARDS = ("README.md", ".huggingface.yaml")  # files that name a dataset's data files
 HUB = "hf://datasets/"  # start of the names of files on the hub
 MAX_STATE_BYTES = 8 << 20
@@ -118,7 +118,7 @@ def _named(path: Path, key: str) -> list[str]:
 def _load_dataset(source: str, split: str) -> Any:
     """Return rows of JSON files, or a split of a dataset on the hub or in a folder.
 
-    Raises ValueError for a file outside the dataset's folder, or with a format that KINDS lacks.
+    Raises ValueError for a file outside the dataset's folder, or with a format that FORMATS lacks.
     """
     from datasets import Features, Value, config, load_dataset, load_dataset_builder
     from datasets.download import DownloadManager
@@ -126,11 +126,13 @@ def _load_dataset(source: str, split: str) -> Any:
     is_folder = os.path.isdir(source)
     is_online = not config.HF_HUB_OFFLINE
     cards = [Path(source, name) for name in CARDS] if is_folder else _cards_of_hub(source)
-    _check_cards(filter(Path.is_file, cards), allowed="" if is_folder else HUB)
+    for card in filter(Path.is_file, cards):
+        allowed = "" if is_folder else HUB
+        rehearse(card.name, partial(_check_card, card, allowed), "shorten it")
     builder = load_dataset_builder(source)
     kind = builder.info.builder_name
-    if kind not in KINDS:
-        raise ValueError(f"its files are {kind}, not {' or '.join(KINDS)}")
+    if kind not in FORMATS:
+        raise ValueError(f"its files are {kind}, not {' or '.join(FORMATS)}")
     named = {str(name): [*map(str, of)] for name, of in (builder.config.data_files or {}).items()}
     for file in chain(*named.values()):
         if not (is_inside(file, source) if is_folder else file.startswith(HUB)):
@@ -171,16 +173,11 @@ def _cards_of_hub(name: str) -> Iterator[Path]:
             yield Path(path)
 
 
-def _check_cards(paths: Iterable[Path], allowed: str = "") -> None:
+def _check_card(path: Path, allowed: str) -> None:
     """Raise UserError if a dataset's card names files outside of the dataset, before they are read.
 
     URLs that begin with `allowed` are no such files.
     """
-    for path in paths:
-        rehearse(path.name, partial(_check_card, path, allowed), "shorten it")
-
-
-def _check_card(path: Path, allowed: str) -> None:
     import yaml
     from huggingface_hub import DatasetCard
 

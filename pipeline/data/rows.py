@@ -1,7 +1,7 @@
 """Rows of task files, and checks of rows.
 
-A JSON array is held in memory; JSON Lines and datasets stay on disk. Iteration reads all rows once.
-Later, each row is read by its index, and a read raises UserError if the file has changed.
+A JSON array is held in memory; JSON Lines and datasets stay on disk. `read` yields the rows with
+the given indices, opens the file once, and raises UserError if the file has changed.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from array import array
 from bisect import bisect_right
 from codecs import BOM_UTF8
 from collections.abc import Iterator, Sequence
+from functools import cached_property
+from itertools import accumulate, groupby
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -34,8 +36,9 @@ MAX_CHARACTERS = 1_000_000  # largest length of a conversation; limits the time 
 KEYS = frozenset(("domain", "id", "prompt", "payload", "family", "branch"))
 ROUTE = "environment"  # key whose value names the domain of a row, as in TRL
 MAX_ARRAY_BYTES = 256 << 20  # largest file of a JSON array, which is read into memory
+ROWS_AT_ONCE = 256  # of a dataset, read into memory
 # types of columns that cannot refer to files, unlike columns of images
-KINDS = {"Value", "ClassLabel", "Json", "List", "LargeList", "Sequence"}
+COLUMN_KINDS = {"Value", "ClassLabel", "Json", "List", "LargeList", "Sequence"}
 OPTIONAL = ("domain", "id", "payload", "family", "branch")  # null is as good as no value
 CHANGED = "changed since it was read; put it back as it was, or start a new run"
 
@@ -83,7 +86,7 @@ def _parsed(text: str, where: str, what: str) -> Any:
 
 
 class JsonArray:
-    """The rows of a JSON array in a file. Iteration yields (name, value) of each row."""
+    """The rows of a JSON array in a file."""
 
     def __init__(self, path: Path) -> None:
         self.name = str(path)
@@ -93,15 +96,16 @@ class JsonArray:
             kind = type(self._rows).__name__
             raise UserError(f"{path}: got a {kind}; a .json task file is one array of tasks")
 
-    def __iter__(self) -> Iterator[tuple[str, Any]]:
-        for index, row in enumerate(self._rows):
-            where = self.where(index)
-            if len(json.dumps(row)) > MAX_LINE_BYTES:
-                raise UserError(f"{where}: more than {MAX_LINE_BYTES >> 20} MiB; shorten it")
-            yield where, row
+    def __len__(self) -> int:
+        return len(self._rows)
 
-    def __getitem__(self, index: int) -> Any:
-        return self._rows[index]
+    def read(self, indices: Sequence[int]) -> Iterator[Any]:
+        for index in indices:
+            row = self._rows[index]
+            if len(json.dumps(row)) > MAX_LINE_BYTES:
+                most = f"more than {MAX_LINE_BYTES >> 20} MiB"
+                raise UserError(f"{self.where(index)}: {most}; shorten it")
+            yield row
 
     def where(self, index: int) -> str:
         return f"{self.name}, task {index + 1}"
@@ -112,24 +116,29 @@ class JsonLines:
 
     def __init__(self, path: Path) -> None:
         self.name = str(path)
-        self._index = array("Q")
 
-    def __iter__(self) -> Iterator[tuple[str, Any]]:
-        for where, start, line, row in json_lines(self.name):
-            self._index.extend((start, len(line), zlib.crc32(line)))
-            yield where, row
+    @cached_property
+    def _index(self) -> array[int]:
+        index = array("Q")
+        for _, start, line, _ in json_lines(self.name):
+            index.extend((start, len(line), zlib.crc32(line)))
+        return index
 
-    def __getitem__(self, index: int) -> Any:
-        start, size, checksum = self._index[3 * index : 3 * index + 3]
+    def __len__(self) -> int:
+        return len(self._index) // 3
+
+    def read(self, indices: Sequence[int]) -> Iterator[Any]:
         try:
             with open_file(self.name) as file:
-                file.seek(start)
-                line = file.read(size)
+                for index in indices:
+                    start, size, checksum = self._index[3 * index : 3 * index + 3]
+                    file.seek(start)
+                    line = file.read(size)
+                    if zlib.crc32(line) != checksum:
+                        raise UserError(f"{self.name}: {CHANGED}")
+                    yield json.loads(line)
         except OSError:
-            line = b""
-        if zlib.crc32(line) != checksum:
-            raise UserError(f"{self.name}: {CHANGED}")
-        return json.loads(line)
+            raise UserError(f"{self.name}: {CHANGED}") from None
 
     def where(self, index: int) -> str:
         start = self._index[3 * index]
@@ -142,22 +151,24 @@ class JoinedRows:
     def __init__(self, parts: Sequence[JsonArray | JsonLines], names: Sequence[str]) -> None:
         self.name = ", ".join(names)
         self._parts = parts
-        self._firsts: list[int] = []  # the number of each part's first row
 
-    def __iter__(self) -> Iterator[tuple[str, Any]]:
-        count = 0
-        for part in self._parts:
-            self._firsts.append(count)
-            for row in part:
-                yield row
-                count += 1
+    @cached_property
+    def _firsts(self) -> list[int]:
+        """The number of each part's first row, and then the number of all rows."""
+        return [*accumulate(map(len, self._parts), initial=0)]
 
-    def __getitem__(self, index: int) -> Any:
-        part = bisect_right(self._firsts, index) - 1
-        return self._parts[part][index - self._firsts[part]]
+    def __len__(self) -> int:
+        return self._firsts[-1]
+
+    def _part_of(self, index: int) -> int:
+        return bisect_right(self._firsts, index) - 1
+
+    def read(self, indices: Sequence[int]) -> Iterator[Any]:
+        for part, inside in groupby(indices, key=self._part_of):
+            yield from self._parts[part].read([index - self._firsts[part] for index in inside])
 
     def where(self, index: int) -> str:
-        part = bisect_right(self._firsts, index) - 1
+        part = self._part_of(index)
         return self._parts[part].where(index - self._firsts[part])
 
 
@@ -168,7 +179,7 @@ class DatasetRows:
     """
 
     def __init__(self, dataset: Any, name: str) -> None:
-        if others := set(re.findall(r"(\w+)\(", repr(dataset.features))) - KINDS:
+        if others := set(re.findall(r"(\w+)\(", repr(dataset.features))) - COLUMN_KINDS:
             raise UserError(f"{name}: a column holds {min(others)}, which no task has; take it out")
         # An Arrow struct would add null for each missing key, and would turn some texts into dates.
         if isinstance(dataset.features.get("payload"), dict):
@@ -178,24 +189,20 @@ class DatasetRows:
         self._versions = self._file_versions()
         self._typed = [k for k, v in dataset.features.items() if type(v).__name__ != "Json"]
 
-    def __iter__(self) -> Iterator[tuple[str, Any]]:
-        names = self._dataset.column_names
-        batches = self._dataset.iter(batch_size=256)
-        rows = (values for batch in batches for values in zip(*batch.values(), strict=True))
-        for index, values in enumerate(rows):
-            yield self.where(index), self._task(dict(zip(names, values, strict=True)))
+    def __len__(self) -> int:
+        return len(self._dataset)
 
-    def __getitem__(self, index: int) -> TaskRow:
+    def read(self, indices: Sequence[int]) -> Iterator[TaskRow]:
         if self._file_versions() != self._versions:
             raise UserError(f"{self.name}: {CHANGED}")
-        return self._task(self._dataset[index])
+        for first in range(0, len(indices), ROWS_AT_ONCE):
+            columns = self._dataset[list(indices[first : first + ROWS_AT_ONCE])]
+            for values in zip(*columns.values(), strict=True):
+                row = dict(zip(columns, values, strict=True))
+                yield row | {name: _without_nulls(row[name]) for name in self._typed}
 
     def where(self, index: int) -> str:
         return f"{self.name}[{index}]"
-
-    def _task(self, row: TaskRow) -> TaskRow:
-        kept = {k: v for k, v in row.items() if v is not None or k not in OPTIONAL}
-        return kept | {name: _without_nulls(kept[name]) for name in self._typed if name in kept}
 
     def _file_versions(self) -> list[tuple[int, int]]:
         files = (Path(file["filename"]) for file in self._dataset.cache_files)

@@ -10,6 +10,7 @@ import re
 from array import array
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from hashlib import blake2b
 from typing import Any
 from unicodedata import normalize
@@ -23,7 +24,7 @@ LEAST = 3  # different tasks: to train, to validate, to hold out
 HELD_BACK_SHARE = 5  # at most a fifth of the rows is held out, and at most a fifth validates
 UNSEEN = re.compile("[\u00ad\u200b-\u200f\u2060\ufeff]")  # characters without width
 Numbers = NDArray[np.int64]
-Same = Callable[[Iterable[Message], str, Mapping[str, Any]], int]  # prompt, payload, columns
+Same = Callable[[Task], int]  # a hash that is equal for rows that are one task
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,7 @@ class Census:
         self.lengths = array("Q")
         self._by_prompt = by_prompt
         self._held_out = held_out
-        self._taken = np.array([*{same_task(same, t) for t in held_out}], dtype=np.uint64)
+        self._held_out_groups = np.array([*{*map(same, held_out)}], dtype=np.uint64)
         self._same = array("Q")
         self._contents = array("Q")  # decide the order of the rows
         self._ids = array("Q")  # their hashes
@@ -66,7 +67,7 @@ class Census:
         self._numbers: dict[str, int] = {}  # of families
         for task in tasks:
             self.lengths.append(num_characters(task.prompt))
-            self._same.append(same_task(same, task))
+            self._same.append(same(task))
             self._contents.append(self._content(task))
             self._ids.append(_hash(task.id))
             self._families.append(self._numbers.setdefault(task.family, len(self._numbers)))
@@ -78,7 +79,7 @@ class Census:
         return content_of(task.prompt, task.payload, columns)
 
     @property
-    def held_out_row(self) -> int | None:
+    def first_copy_of_held_out(self) -> int | None:
         """The number of the first row with the content of a task of `held_out`."""
         known = {*map(self._content, self._held_out)}
         return next((n for n, content in enumerate(self._contents) if content in known), None)
@@ -89,7 +90,7 @@ class Census:
         has_families = len(self._numbers) > 1
         return "drawn by a hash of the task" + ", evenly over `family`" * has_families
 
-    @property
+    @cached_property
     def is_by_id(self) -> bool:
         """Whether the ids tell tasks apart, because the rows are alike."""
         return not self._by_prompt and len(set(self._same)) < LEAST
@@ -127,7 +128,9 @@ class Census:
         validation = rest[: min(num_validation, most)]
         groups = self._groups
         drawn = np.concatenate([held_out, validation])
-        free = np.flatnonzero(~np.isin(groups, np.concatenate([groups[drawn], self._taken])))
+        free = np.flatnonzero(
+            ~np.isin(groups, np.concatenate([groups[drawn], self._held_out_groups]))
+        )
         by_hash = free[np.argsort(self._hashes[free], kind="stable")]
         train = by_hash[:num_train]
         return Split(
@@ -145,7 +148,7 @@ class Census:
         tasks without copies come first. Families of fewer than HELD_BACK_SHARE rows count as one.
         """
         groups, rows, copies = np.unique(self._groups, return_index=True, return_counts=True)
-        is_free = ~np.isin(groups, self._taken)
+        is_free = ~np.isin(groups, self._held_out_groups)
         rows, copies = rows[is_free], copies[is_free]
         hashes = self._hashes[rows]
         families = np.frombuffer(self._families, dtype=np.uint64)[rows].astype(np.int64) + 1
@@ -193,20 +196,16 @@ def same_by(read: Collection[str] | None) -> Same:
     If `read` is None, all values count. Case, width, and spaces count nowhere.
     """
 
-    def same(prompt: Iterable[Message], payload: str, columns: Mapping[str, Any]) -> int:
-        values = {"payload": json.loads(payload), **columns}
+    def same(task: Task) -> int:
+        values = {"payload": json.loads(task.payload), **json.loads(task.columns)}
         kept = {
             name: value
             for name, value in values.items()
             if value is not None and (read is None or name in read or name == SCENARIO)
         }
-        return _hash_of(plain_words([[*map(_said, prompt)], kept]))
+        return _hash_of(plain_words([[*map(_said, task.prompt)], kept]))
 
     return same
-
-
-def same_task(same: Same, task: Task) -> int:
-    return same(task.prompt, task.payload, json.loads(task.columns))
 
 
 def _said(message: Message) -> list[Any]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import lru_cache
@@ -66,35 +66,38 @@ class Task:
 
 
 class Tasks(Sequence[Task]):
-    """A sequence of tasks. Each access to a task calls `make` with the index of the task.
+    """The tasks in the rows with the given indices, read at each access.
 
-    `where` names the place of the task with an index, such as `FILE, line 3`.
+    `task_of` makes a task of a row and its index. Iteration reads the source once, from row to row.
     """
 
     def __init__(
-        self, make: Callable[[int], Task], indices: Sequence[int], where: Callable[[int], str]
+        self, rows: Rows, indices: Sequence[int], task_of: Callable[[Any, int], Task]
     ) -> None:
-        self._make = make
+        self._rows = rows
         self._indices = indices
-        self._where = where
+        self._task_of = task_of
 
     def __len__(self) -> int:
         return len(self._indices)
 
+    def __iter__(self) -> Iterator[Task]:
+        return map(self._task_of, self._rows.read(self._indices), self._indices)
+
     def __getitem__(self, index: Any) -> Any:
-        chosen = self._indices[index]
-        is_slice = isinstance(index, slice)
-        return Tasks(self._make, chosen, self._where) if is_slice else self._make(chosen)
+        if isinstance(index, slice):
+            return Tasks(self._rows, self._indices[index], self._task_of)
+        return next(iter(self.at([index])))
 
     def at(self, numbers: Sequence[int]) -> Tasks:
         """The tasks with these numbers, counted from 0 in this sequence."""
         chosen = array("Q", (self._indices[number] for number in numbers))
-        return Tasks(self._make, chosen, self._where)
+        return Tasks(self._rows, chosen, self._task_of)
 
     def where(self, task_id: str) -> str:
-        """Return the place of the task with this id, or "" if it is not here."""
-        found = (i for i in self._indices if self._make(i).id == task_id)
-        return next(map(self._where, found), "")
+        """Return the place of the task with this id, such as `FILE, line 3`, or ""."""
+        indices = (i for i, task in zip(self._indices, self, strict=True) if task.id == task_id)
+        return next(map(self._rows.where, indices), "")
 
 
 def load_tasks(path: Path, domain: str, has_columns: bool = False) -> Tasks:
@@ -113,10 +116,9 @@ def tasks_of(rows: Rows, domain: str, has_columns: bool = False) -> Tasks:
 
     If `has_columns` is False, a key that no task has is an error.
     """
-    seen: dict[str, str] = {}
+    numbers: dict[str, int] = {}  # of this domain's rows, by id
     names: dict[str, None] = {}  # columns of this domain's rows; a row without a column has None
-    indices = array("Q")  # numbers of this domain's rows
-    for number, (where, written) in enumerate(rows):
+    for number, written in enumerate(rows.read(range(len(rows)))):
         row = _usual(written)
         if isinstance(row, dict) and row.get(ROUTE, domain) != domain:
             continue
@@ -124,13 +126,12 @@ def tasks_of(rows: Rows, domain: str, has_columns: bool = False) -> Tasks:
         if problem := row_problem(full, domain, has_columns):
             name = row.get("id") if isinstance(row, dict) else None
             task = f" (task {shown(name)})" if name and isinstance(name, str) else ""
-            raise UserError(f"{where}{task}: {problem}")
-        if (first := seen.setdefault(full["id"], where)) != where:
-            used = f"task id {shown(full['id'])} was already used at {first}"
-            raise UserError(f"{where}: {used}; give every task its own id")
-        indices.append(number)
+            raise UserError(f"{rows.where(number)}{task}: {problem}")
+        if (first := numbers.setdefault(full["id"], number)) != number:
+            used = f"task id {shown(full['id'])} was already used at {rows.where(first)}"
+            raise UserError(f"{rows.where(number)}: {used}; give every task its own id")
         names |= dict.fromkeys(full)
-    if not seen:
+    if not numbers:
         of_domain = f" of {domain}" if has_columns else ""
         raise UserError(
             f"{rows.name}: holds no tasks{of_domain}; expected one JSON object per line"
@@ -138,8 +139,8 @@ def tasks_of(rows: Rows, domain: str, has_columns: bool = False) -> Tasks:
 
     further = sorted(names.keys() - KEYS)
 
-    def make(index: int) -> Task:
-        given = _usual(rows[index])
+    def task_of(written: Any, index: int) -> Task:
+        given = _usual(written)
         is_text = isinstance(given.get("prompt", ""), str)
         row: dict[str, Any] = {"payload": {}, **_with_defaults(given, index), "domain": domain}
         if not isinstance(row["payload"], str):
@@ -148,7 +149,7 @@ def tasks_of(rows: Rows, domain: str, has_columns: bool = False) -> Tasks:
         row["prompt"] = tuple(row["prompt"])
         return Task(**row, columns=columns_text(columns), is_text=is_text)
 
-    return Tasks(make, indices, rows.where)
+    return Tasks(rows, array("Q", numbers.values()), task_of)
 
 
 def columns_text(columns: Mapping[str, Any]) -> str:

@@ -146,7 +146,7 @@ def _no_running_loop() -> Iterator[None]:
         asyncio._set_running_loop(running)
 
 
-def run(coroutine: Coroutine[Any, Any, Value]) -> Value:
+def run_coroutine(coroutine: Coroutine[Any, Any, Value]) -> Value:
     """Run a coroutine in this thread, also where an event loop runs already (in a notebook).
 
     Unlike `asyncio.run`, this function leaves Ctrl-C to the present handler.

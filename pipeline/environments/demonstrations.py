@@ -97,10 +97,6 @@ class Demonstrations:
         return words_of([*made], [self.domain.name, *names_of(self.domain.tools)])
 
 
-def has_demonstrations(config: Config, domain: Domain) -> bool:
-    return domain.name in config.data.demonstrations or domain.expert is not None
-
-
 def warm_start_demonstrations(
     config: Config, domains: Mapping[str, Domain]
 ) -> dict[str, Demonstrations]:
@@ -110,7 +106,8 @@ def warm_start_demonstrations(
     """
     if not config.grpo.use_grpo:
         return {}
-    sources = [domain for domain in domains.values() if has_demonstrations(config, domain)]
+    files = config.data.demonstrations
+    sources = [d for d in domains.values() if d.name in files or d.expert is not None]
     num_examples = config.warm_start.steps * config.warm_start.batch_size
     count = -(-num_examples // max(1, len(sources)))
     return {d.name: Demonstrations(config, d, count) for d in sources if count}
@@ -186,7 +183,13 @@ def words_of(made: Sequence[Demonstration], fixed: Iterable[str]) -> list[str]:
     conversations = list(map(_split, made))
     least = max(2, len(made) // 100)
     texts = Counter(text for found in conversations for text in found)
-    words = Counter({t: number for t, number in texts.items() if number >= least and _is_word(t)})
+    words = Counter(
+        {
+            text: number
+            for text, number in texts.items()
+            if number >= least and len(text) <= MAX_CHARACTERS and not any(map(str.isdigit, text))
+        }
+    )
     pieces = Counter[str]()
     for found in conversations:
         parts = (re.findall(r" ?[^\W\d]+|[^\w\s]+ ?", text) for text in found - words.keys())
@@ -215,10 +218,6 @@ def _written(call: Mapping[str, Any]) -> str:
     name = call["function"]["name"]
     arguments = call["function"].get("arguments", {})
     return f'\n{{"name": "{name}", "arguments": {json.dumps(arguments, ensure_ascii=False)}}}\n'
-
-
-def _is_word(text: str) -> bool:
-    return len(text) <= MAX_CHARACTERS and not any(map(str.isdigit, text))
 
 
 def _split(demonstration: Demonstration) -> set[str]:

@@ -181,13 +181,10 @@ def _schema_problem(schema: Any) -> str:
         return f"has no name: {shown(schema)}; write {form}"
     parameters = function.get("parameters", {})
     properties = parameters.get("properties", {}) if isinstance(parameters, dict) else None
-    if not isinstance(properties, dict) or not all(map(_is_object, properties.values())):
+    values = properties.values() if isinstance(properties, dict) else [None]
+    if not all(isinstance(value, dict) for value in values):
         return f"has the parameters {shown(parameters)}; give a JSON schema of an object"
     return ""
-
-
-def _is_object(value: Any) -> bool:
-    return isinstance(value, dict)
 
 
 def _schema(name: str, tool: Callable[..., Any]) -> dict[str, Any]:

@@ -225,17 +225,15 @@ def _checked(where: str, domain: Domain) -> Domain:
     shares = domain.family_shares
     with refused(f"{where}, whose FAMILY_SHARES fail", "give {family: share}"):
         shares = taken_pairs(shares) if isinstance(shares, Mapping) else shares
-    is_valid = isinstance(shares, Mapping) and all(map(_is_share, shares.items()))
+    is_valid = isinstance(shares, Mapping) and all(
+        isinstance(family, str) and type(share) in (int, float) and 0 <= share <= 1
+        for family, share in shares.items()
+    )
     if not is_valid or sum(shares.values()) > 1 + TINY:
         hint = "give {family: share} with shares from 0 to 1 and a sum of at most 1"
         raise UserError(f"{where}, whose FAMILY_SHARES are {shown(shares)}; {hint}")
     about = domain.about and partial(_facts, where, domain.about)
     return replace(domain, about=about, family_shares=dict(shares))
-
-
-def _is_share(item: tuple[Any, Any]) -> bool:
-    family, share = item
-    return isinstance(family, str) and type(share) in (int, float) and 0 <= share <= 1
 
 
 def _facts(where: str, about: Callable[[], Any]) -> dict[str, Any]:

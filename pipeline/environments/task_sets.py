@@ -18,7 +18,6 @@ from pipeline.data.splits import (
     Split,
     num_characters,
     same_by,
-    same_task,
 )
 from pipeline.data.tasks import Message, Task, Tasks
 from pipeline.environments.discovery import (
@@ -179,25 +178,25 @@ def _seen_twice(sets: TaskSets, read: set[str] | None, has_source: bool) -> Iter
     words = same_by(() if has_source else {"payload"})  # a generator's payload makes the task
     asked = dict[int, Task]()
     for task in sets.held_out:
-        asked.setdefault(same_task(words, task), task)
+        asked.setdefault(words(task), task)
     trained = set[int]()
     requests = set[int]()
     differing = set[str]()
     twins = set[int]()
     for task in sets.train:
-        trained.add(same_task(same, task))
-        request = same_task(words, task)
+        trained.add(same(task))
+        request = words(task)
         requests.add(request)
         if request in asked and request not in twins:
             twins.add(request)
             differing |= _differing(task, asked[request])
     remedy = "take out equal prompts" if has_source else "make the splits from other values"
     for kind, tasks in (("held-out", sets.held_out), ("validation", sets.validation)):
-        if seen := sum(same_task(same, task) in trained for task in tasks):
+        if seen := sum(same(task) in trained for task in tasks):
             yield f"{seen} of {len(tasks)} {kind} tasks are training tasks too; {remedy}"
     differing &= differing if read is None else {"payload"}
-    of_twins = [t for t in sets.held_out if same_task(words, t) in twins]
-    new = sum(same_task(same, task) not in trained for task in of_twins)
+    of_twins = [t for t in sets.held_out if words(t) in twins]
+    new = sum(same(task) not in trained for task in of_twins)
     if new and differing and len(requests) >= LEAST:
         names = ", ".join(sorted(differing))
         yield (
@@ -245,7 +244,7 @@ def split_source(
     source = data.tasks[domain.name]
     rows, notes = _open(config, domain, source, data.dataset_train_split, is_long=is_long)
     census = Census(rows, same_by(read), domain.is_single_turn, held_out or ())
-    if (number := census.held_out_row) is not None:
+    if (number := census.first_copy_of_held_out) is not None:
         raise UserError(
             f"{source}: task {shown(rows[number].id)} is also a held-out task; take it out"
         )

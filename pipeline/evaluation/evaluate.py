@@ -20,7 +20,7 @@ from pipeline.common.console import command, may_fail, say
 from pipeline.common.durable import write_text
 from pipeline.common.errors import RunError, UserError
 from pipeline.config.settings import Config, RolloutSettings
-from pipeline.data.curriculum import Stage, describe, on_plateau
+from pipeline.data.curriculum import Stage, describe_stages, on_plateau
 from pipeline.data.rng import stream_key
 from pipeline.data.tasks import Task
 from pipeline.distributed.ranks import Ranks
@@ -386,7 +386,7 @@ def write_results(
 
     Transfer numbers are computed only if `is_final`, because the computation takes seconds.
     """
-    described = describe(stages, config)
+    described = describe_stages(stages, config)
     write_text(folder / "curriculum.json", json.dumps(described, indent=1))
     results = {
         "recipe": config.recipe,

@@ -29,7 +29,7 @@ OF_EVERY_TASK = {"domain", "id", "payload", "family", "branch"}
 def request_key(messages: Iterable[Message]) -> int:
     """Return the hash of what the customer says, however it is written."""
     said = [message for message in messages if message["role"] != "system"]
-    return same_by(())(said, "{}", {})
+    return same_by(())(Task(domain="", id="", prompt=tuple(said), payload="{}"))
 
 
 def check_reward_functions(

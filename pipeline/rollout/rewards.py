@@ -20,7 +20,7 @@ from pipeline.common.untrusted import shown
 from pipeline.config.rules import reward_names
 from pipeline.config.settings import Config
 from pipeline.data.tasks import Message, Task
-from pipeline.environments.calls import Calls, awaited, run
+from pipeline.environments.calls import Calls, awaited, run_coroutine
 from pipeline.environments.domains import Domain, imported
 from pipeline.environments.faults import EnvironmentFault, FaultLog, describe, only_faults
 from pipeline.environments.tools import MAX_REWARD, RandomState, as_number, writable
@@ -186,7 +186,7 @@ class RewardFunctions:
 
     def __call__(self, completions: Sequence[Completion], faults: FaultLog | None = None) -> None:
         """Score completions as `score` does, from code that is not async."""
-        run(self.score(completions, faults))
+        run_coroutine(self.score(completions, faults))
 
     async def score(
         self, completions: Sequence[Completion], faults: FaultLog | None = None

@@ -10,10 +10,10 @@ from itertools import groupby
 
 from pipeline.common.console import say
 from pipeline.config.settings import RolloutSettings
-from pipeline.environments.calls import TICK_S, Calls, run
+from pipeline.environments.calls import TICK_S, Calls, run_coroutine
 from pipeline.environments.domains import Domain
 from pipeline.environments.faults import FaultLog
-from pipeline.environments.language_models.customers import OpeningMessage, record
+from pipeline.environments.language_models.customers import OpeningMessage, record_customer
 from pipeline.environments.tools import Judge, reply_of
 from pipeline.models.chat.template import Chat
 from pipeline.models.chat.text import Parsed
@@ -73,7 +73,7 @@ class Rollout:
         A deterministic rollout runs the tasks one after the other, and waits for all environments
         before each step, so that the shapes of a forward pass depend on one task only.
         """
-        return run(self._play(requests, greedy, progress))
+        return run_coroutine(self._play(requests, greedy, progress))
 
     async def _play(
         self, requests: Sequence[RolloutRequest], greedy: bool, progress: Progress | None
@@ -106,7 +106,7 @@ class Rollout:
             await self._call_reward_functions(episodes)
             for episode in episodes:
                 if episode.opening_message is not None:
-                    record(episode.environment, episode.trajectory)
+                    record_customer(episode.environment, episode.trajectory)
                 trajectories.append(episode.trajectory)
         self.environment_s += self.calls.spent_s
         self.calls.spent_s = 0.0

@@ -8,7 +8,7 @@ from pipeline.common.errors import UserError
 from pipeline.config.settings import Config
 from pipeline.data.curriculum import (
     TaskMixture,
-    describe,
+    describe_stages,
     make_stages,
     mixtures,
     on_plateau,
@@ -386,7 +386,7 @@ def test_curricula_that_would_leave_something_out_are_refused(settings, message)
 
 def test_what_curriculum_json_holds():
     made = config(max_steps=4, domains=["retail", "airline"], replay=0.3)
-    assert describe(make_stages(made, PLENTY), made) == {
+    assert describe_stages(make_stages(made, PLENTY), made) == {
         "curriculum": "sequential",
         "stages": [
             {
@@ -412,6 +412,6 @@ def test_what_curriculum_json_holds():
         "preview": 0.0,
     }
     mixed = config(curriculum="mixed")
-    assert describe(make_stages(mixed, PLENTY), mixed)["replay"] == 0.0
+    assert describe_stages(make_stages(mixed, PLENTY), mixed)["replay"] == 0.0
     few = config(tasks_per_step=4, preview=0.08)
-    assert describe(make_stages(few, PLENTY), few)["preview"] == 0.0  # less than a group
+    assert describe_stages(make_stages(few, PLENTY), few)["preview"] == 0.0  # less than a group

@@ -17,7 +17,7 @@ from contextlib import suppress
 import pytest
 
 from pipeline.environments import calls
-from pipeline.environments.calls import Calls, awaited, guarded, run
+from pipeline.environments.calls import Calls, awaited, guarded, run_coroutine
 from pipeline.environments.faults import CallTimeout, EnvironmentFault
 from tests.support import ROOT
 
@@ -170,7 +170,7 @@ def test_coroutines_in_the_background_may_be_hostile(is_async, never, monkeypatc
     def look_at(function):
         # A plain function may return a coroutine as well.
         call = function if is_async else lambda: awaited(function())
-        return run(beside(Calls(SHORT_S), call, is_async))
+        return run_coroutine(beside(Calls(SHORT_S), call, is_async))
 
     try:
         for late in (refuse, block):
@@ -202,15 +202,16 @@ def test_what_came_in_time_counts_while_the_calling_thread_was_busy():
 
     for is_async in (True, False):
         ended.clear()
-        assert run(play(is_async)) == "seen"
+        assert run_coroutine(play(is_async)) == "seen"
 
 
 def test_a_call_that_never_returns_does_not_keep_the_process_from_ending():
     code = """
 import threading
-from pipeline.environments.calls import Calls, run
+from pipeline.environments.calls import Calls, run_coroutine
 try:
-    run(Calls(0.2, print).beside(("bank", "t1"), "look", threading.Event().wait, is_async=False))
+    look = threading.Event().wait
+    run_coroutine(Calls(0.2, print).beside(("bank", "t1"), "look", look, is_async=False))
 except Exception as fault:
     print(fault)
 """
@@ -231,13 +232,13 @@ def test_synchronous_code_may_run_an_event_loop_of_its_own():
     async def play():
         return Calls(LONG_S).here(("desk", "t1"), "look", lambda: asyncio.run(answer()))
 
-    assert run(play()) == "seen"
+    assert run_coroutine(play()) == "seen"
 
 
 def test_a_rollout_may_run_where_an_event_loop_runs_already():
     """As in a notebook."""
 
     async def notebook():
-        return run(asyncio.sleep(0, "seen")), asyncio.get_running_loop().is_running()
+        return run_coroutine(asyncio.sleep(0, "seen")), asyncio.get_running_loop().is_running()
 
     assert asyncio.run(notebook()) == ("seen", True)

@@ -132,7 +132,7 @@ class LlmCustomer:
         return {"role": "tool", "tool_call_id": call["id"], "content": text}
 
 
-def record(environment: Any, trajectory: Any) -> None:
+def record_customer(environment: Any, trajectory: Any) -> None:
     """Add a language model's conversation as the customer to a trajectory.
 
     The customer's tools are counted apart from the model's, under `customer/` and their name.

@@ -65,7 +65,7 @@ REPEATS = (
     "one customer, five tickets and the tools' texts, which a tiny model memorises; "
     "in these splits, no combination of faults of a test task is among the training tasks"
 )
-Calls = list[tuple[str, dict[str, Any]]]
+ToolCalls = list[tuple[str, dict[str, Any]]]
 
 
 @dataclass(frozen=True)
@@ -135,7 +135,7 @@ class TaskSource:
 
     def family(self, task_id: str) -> str:
         if self.world.has_phone:
-            return kind_of(task_id)
+            return issue_of(task_id)
         task = self.world.task(task_id)
         has_to_tell = "COMMUNICATE" in parts_of(task) and task.evaluation_criteria.communicate_info
         return "to do" if self.world.gold_state(task) or has_to_tell else NOTHING
@@ -197,7 +197,7 @@ class TaskSource:
         return found
 
 
-def kind_of(task_id: str) -> str:
+def issue_of(task_id: str) -> str:
     """Return the kind of a task of telecom: `mms`, `mobile_data` or `service`."""
     return task_id[1:].partition("_issue]")[0]
 
@@ -243,7 +243,7 @@ def tau2_domain(
             "give judge_url and judge_model, or verifiable"
         )
     known = {"world": world, "schemas": world.schemas}
-    done: Calls = [("done", {})] if world.is_solo else []
+    done: ToolCalls = [("done", {})] if world.is_solo else []
     kind = Tau2Environment if customer == "ticket" else TalkingEnvironment
     kinds = (JudgedEnvironment, kind) if judged else (kind,)
     environment = type(f"Tau2{domain.title()}Environment", kinds, known)
@@ -294,7 +294,7 @@ def _words(source: TaskSource, environment: type[Any]) -> list[str]:
     return [*fields_of(made), f"tau2 telecom{names}", "tau2 telecom", names]
 
 
-def _refuse_incomplete(source: TaskSource, environment: type[Any], done: Calls) -> None:
+def _refuse_incomplete(source: TaskSource, environment: type[Any], done: ToolCalls) -> None:
     """Raise UserError if the gold calls of a test task do not earn 1, as with cut-off databases."""
     for task_id in source.ids["test"]:
         episode = environment()
