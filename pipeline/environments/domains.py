@@ -127,13 +127,13 @@ class Domain:
         """
         assert self.expert is not None, f"{self.name} has no expert"
         expert = self.expert
-
-        def solve() -> tuple[list[Message], float]:
-            return run_expert(self.make(), expert, task, rule_share, seed, raised)
-
         with RandomState(task):
-            found: tuple[list[Message], float] = guarded("expert", seconds, solve)
-        return found
+            solved: tuple[list[Message], float] = guarded(
+                "expert",
+                seconds,
+                lambda: run_expert(self.make(), expert, task, rule_share, seed, raised),
+            )
+        return solved
 
 
 def load_domains(config: Config) -> dict[str, Domain]:

@@ -83,26 +83,22 @@ def try_task(
 
 
 def _difference(first: Started, second: Started) -> str:
-    """Return how two episodes of a task differ, or ""."""
-    if first.addition != second.addition:
-        return "its text differs"
-    name = _differing_attribute(first.environment, second.environment)
-    if not name or not uses_random_state(type(first.environment)):
-        return ""
-    return f"self.{name} differs; if it may, set uses_random_state = False in the class"
-
-
-def _differing_attribute(first: Any, second: Any) -> str:
-    """Return the name of an attribute whose data differ in two environments of a class, or "".
+    """Return how two episodes of a task differ, or "".
 
     Compared are plain data without UUIDs, arrays, generators of random numbers, and the attributes
     of objects whose class is from the package of the environment's class. A UUID names the session
     of an episode at a service, and is no part of a task.
     """
-    package = type(first).__module__.partition(".")[0]
-    pairs = [getattr(environment, "__dict__", {}) for environment in (first, second)]
-    names = sorted(pairs[0].keys() & pairs[1].keys())
-    return next((n for n in names if len({_data(p[n], package) for p in pairs}) > 1), "")
+    if first.addition != second.addition:
+        return "its text differs"
+    if not uses_random_state(type(first.environment)):
+        return ""
+    package = type(first.environment).__module__.partition(".")[0]
+    pairs = [getattr(one.environment, "__dict__", {}) for one in (first, second)]
+    for name in sorted(pairs[0].keys() & pairs[1].keys()):
+        if _data(pairs[0][name], package) != _data(pairs[1][name], package):
+            return f"self.{name} differs; if it may, set uses_random_state = False in the class"
+    return ""
 
 
 def _data(value: Any, package: str, depth: int = 0) -> str:
