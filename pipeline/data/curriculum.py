@@ -247,18 +247,18 @@ def quota(shares: Mapping[str, float], count: int) -> list[str]:
 
     The proportions in each prefix of the list are also as close to `shares` as possible.
     """
-    given = Counter[str]()
+    counts = Counter[str]()
     names = list[str]()
     while len(names) < count:
-        names.append(_next(shares, given, shares))
-        given[names[-1]] += 1
+        names.append(_next(shares, counts, shares))
+        counts[names[-1]] += 1
     return names
 
 
-def _next(shares: Mapping[str, float], given: Counter[str], names: Collection[str]) -> str:
-    """Return the one of `names` of which most draws are missing after the draws `given`."""
-    number = given.total() + 1
-    return max(names, key=lambda name: shares[name] * number - given[name])
+def _next(shares: Mapping[str, float], counts: Counter[str], names: Collection[str]) -> str:
+    """Return the one of `names` of which most draws are missing after the draws in `counts`."""
+    number = counts.total() + 1
+    return max(names, key=lambda name: shares[name] * number - counts[name])
 
 
 class TaskMixture(Sequence[Task]):
@@ -312,22 +312,22 @@ class TaskMixture(Sequence[Task]):
         """Return the `count` tasks of step `step` (from 0), family by family."""
         most = num_drawn(self)
         assert 0 < count <= most, f"a step of {count} tasks cannot come from {most}"
-        made, further = self._steps.setdefault((count, *key), ([], self._draws(count, *key)))
-        while len(made) <= step:
-            made.append(next(further))
-        return [self._tasks[index] for index in made[step]]
+        steps, further = self._steps.setdefault((count, *key), ([], self._draws(count, *key)))
+        while len(steps) <= step:
+            steps.append(next(further))
+        return [self._tasks[index] for index in steps[step]]
 
     def _draws(self, count: int, *key: int | str) -> Iterator[list[int]]:
         """Yield the indices of the tasks of each step."""
         queues = {family: deque[int]() for family in self.shares}
-        given = Counter[str]()
+        counts = Counter[str]()
         passes = Counter[str]()
         while True:
             drawn: dict[str, list[int]] = {family: [] for family in self.shares}
             for _ in range(count):
                 free = [f for f, of in drawn.items() if len(of) < len(self.indices[f])]
-                family = _next(self.shares, given, free)
-                given[family] += 1
+                family = _next(self.shares, counts, free)
+                counts[family] += 1
                 queue = queues[family]
                 own = self.indices[family]
                 if not queue:
@@ -364,10 +364,10 @@ def mixtures(
     The keys of `sources` stand in messages. If `is_strict`, raises UserError for shares that do not
     fit the tasks. Else, shares of families that the tasks do not have make no mixture.
     """
-    made = {name: TaskMixture(tasks, shares, even_branches) for name, tasks in sources.items()}
-    families = sorted({family for mixture in made.values() for family in mixture.families})
+    mixes = {name: TaskMixture(tasks, shares, even_branches) for name, tasks in sources.items()}
+    families = sorted({family for mixture in mixes.values() for family in mixture.families})
     if even_branches and not shares:
-        return made, []
+        return mixes, []
     where = f"family_shares: {domain}"
     known = ", ".join(families)
     missing = [family for family in shares if family not in families]
@@ -375,17 +375,17 @@ def mixtures(
         hint = f"families of the training tasks are {shown(known)}"
         raise UserError(f"{where}: got {shown(missing[0])}, which has no tasks; {hint}")
     if len(missing) == len(shares):
-        made = made if even_branches else {}
-        return made, [f"{where}: no task has the family {' or '.join(shares)}, so all count alike"]
+        mixes = mixes if even_branches else {}
+        return mixes, [f"{where}: no task has the family {' or '.join(shares)}, so all count alike"]
     total = sum(shares.values())
     if is_strict and shares.keys() == {*families} and total < 1 - TINY:
         given = f"got shares of all families with the sum {total:g}"
         raise UserError(f"{where}: {given}; give the sum 1, or leave out a family")
     notes = []
-    for name, mixture in made.items():
+    for name, mixture in mixes.items():
         if not mixture.shares:
             raise UserError(f"{where}: all tasks ({name}) have the share 0; give a family more")
         if without := [family for family in shares if family not in mixture.families]:
             what = f"the tasks ({name}) have none of {', '.join(without)}"
             notes.append(f"{where}: {what}; the other families get the share")
-    return made, notes
+    return mixes, notes

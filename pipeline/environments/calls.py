@@ -422,8 +422,8 @@ class Calls:
                 if fault is not None:
                     raise late if fault.timed_out else fault
             else:
-                made = _in_thread(partial(guarded, name, seconds, call))
-                result = await _answer(made, name, seconds, late)
+                future = _in_thread(partial(guarded, name, seconds, call))
+                result = await _answer(future, name, seconds, late)
         except EnvironmentFault as fault:
             self._note(key, fault, begun)
             raise

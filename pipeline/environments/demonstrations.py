@@ -93,8 +93,8 @@ class Demonstrations:
         """Return up to MAX_WORDS frequent texts of the demonstrations; see `words_of`."""
         few = min(MAX_READ, self.count, self.domain.max_tasks or self.count)
         is_all = self.file is not None or few == self.count
-        made = self if is_all else demonstrations_of(self._config, self.domain, few)
-        return words_of([*made], [self.domain.name, *names_of(self.domain.tools)])
+        demonstrations = self if is_all else demonstrations_of(self._config, self.domain, few)
+        return words_of([*demonstrations], [self.domain.name, *names_of(self.domain.tools)])
 
 
 def warm_start_demonstrations(
@@ -129,8 +129,9 @@ def demonstrations_of(config: Config, domain: Domain, count: int) -> Iterator[De
     """
     tools = domain.tools
     if (path := config.data.demonstrations.get(domain.name)) is not None:
-        for found in read_demonstrations(Path(path)):
-            yield found if found.tools is not None else found._replace(tools=tools)
+        for demonstration in read_demonstrations(Path(path)):
+            has_tools = demonstration.tools is not None
+            yield demonstration if has_tools else demonstration._replace(tools=tools)
         return
     timeout = config.rollout.call_timeout
     share = config.warm_start.rule_share
@@ -169,7 +170,7 @@ def names_of(tools: Iterable[Mapping[str, Any]]) -> list[str]:
     return [*names, *(f" {name}" for name in names)]
 
 
-def words_of(made: Sequence[Demonstration], fixed: Iterable[str]) -> list[str]:
+def words_of(demonstrations: Sequence[Demonstration], fixed: Iterable[str]) -> list[str]:
     """Return `fixed` and frequent texts of demonstrations, the most frequent first.
 
     At most MAX_READ demonstrations are read and at most MAX_WORDS texts returned. Each conversation
@@ -179,10 +180,10 @@ def words_of(made: Sequence[Demonstration], fixed: Iterable[str]) -> list[str]:
     syntax between two values of a call is one token. A word has no digits: a token of each number
     or id would be too rare to be learned, and digits can be copied.
     """
-    made = made[:: -(-len(made) // MAX_READ)]
-    conversations = list(map(_split, made))
-    least = max(2, len(made) // 100)
-    texts = Counter(text for found in conversations for text in found)
+    demonstrations = demonstrations[:: -(-len(demonstrations) // MAX_READ)]
+    conversations = list(map(_split, demonstrations))
+    least = max(2, len(demonstrations) // 100)
+    texts = Counter(text for conversation in conversations for text in conversation)
     words = Counter(
         {
             text: number
@@ -191,23 +192,23 @@ def words_of(made: Sequence[Demonstration], fixed: Iterable[str]) -> list[str]:
         }
     )
     pieces = Counter[str]()
-    for found in conversations:
-        parts = (re.findall(r" ?[^\W\d]+|[^\w\s]+ ?", text) for text in found - words.keys())
-        pieces.update({piece for found in parts for piece in found})
+    for conversation in conversations:
+        parts = (re.findall(r" ?[^\W\d]+|[^\w\s]+ ?", text) for text in conversation - words.keys())
+        pieces.update({piece for part in parts for piece in part})
     words.update({piece: number for piece, number in pieces.items() if number >= least})
     fixed = dict.fromkeys(fixed)
     frequent = sorted(words, key=lambda word: (-words[word], word))
     return [*fixed, *(word for word in frequent if len(word) > 1 and word not in fixed)][:MAX_WORDS]
 
 
-def fields_of(made: Iterable[Demonstration]) -> list[str]:
+def fields_of(demonstrations: Iterable[Demonstration]) -> list[str]:
     """Return up to MAX_FIELDS frequent fields of demonstrations, the most frequent first.
 
     A field is a piece of a message up to `, `, ` | ` or a line break: one argument of a call, one
     value of a tool's result. Fields suit tools that answer with lines of text, and may have digits.
     """
     count = Counter[str]()
-    for message in (m for one in made for m in one.messages if m["role"] != "system"):
+    for message in (m for one in demonstrations for m in one.messages if m["role"] != "system"):
         texts = [message["content"], *map(_written, message.get("tool_calls") or ())]
         count.update(field for text in texts for field in FIELD.findall(text))
     return [field for field, number in count.most_common(MAX_FIELDS) if number >= 3]

@@ -32,10 +32,10 @@ _OF_C = (MethodDescriptorType, ClassMethodDescriptorType, BuiltinFunctionType)
 
 def taken(values: Iterable[Value]) -> list[Value]:
     """Return the values of a user's iterable; raises ValueError for more than MAX_ITEMS."""
-    found = list(islice(values, MAX_ITEMS + 1))
-    if len(found) > MAX_ITEMS:
+    items = list(islice(values, MAX_ITEMS + 1))
+    if len(items) > MAX_ITEMS:
         raise ValueError(f"gives more than {MAX_ITEMS} values")
-    return found
+    return items
 
 
 def taken_pairs(values: Any) -> dict[Any, Any]:

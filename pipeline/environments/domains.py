@@ -220,8 +220,8 @@ def _with_module(where: str, domain: Domain, module: Any) -> Domain:
 def _checked(where: str, domain: Domain) -> Domain:
     """Return a domain whose `about` raises UserError for bad facts. Raises UserError."""
     for name in ("baselines", "about"):
-        if not callable(found := getattr(domain, name)) and found is not None:
-            raise UserError(f"{where}, whose {name} is {shown(found)}; give a function")
+        if not callable(function := getattr(domain, name)) and function is not None:
+            raise UserError(f"{where}, whose {name} is {shown(function)}; give a function")
     shares = domain.family_shares
     with refused(f"{where}, whose FAMILY_SHARES fail", "give {family: share}"):
         shares = taken_pairs(shares) if isinstance(shares, Mapping) else shares
@@ -273,16 +273,16 @@ def _check_environment(where: str, domain: Domain, needs_reward: bool) -> None:
 
 def _why_nothing_is_set(environment: type[Any]) -> str:
     """Return why an episode cannot set its attributes in an environment, and the remedy; or ""."""
-    given = ["final_message", "stop_reason", *(["messages"] if raw_call(environment) else [])]
+    attributes = ["final_message", "stop_reason", *(["messages"] if raw_call(environment) else [])]
     if getattr(getattr(environment, "__dataclass_params__", None), "frozen", False):
         return "which is a frozen dataclass, but an episode changes it; take out frozen=True"
     if environment.__dictoffset__ == 0 and issubclass(environment, tuple):
         return "which is a NamedTuple, but an episode changes it; write a class"
-    missing = [name for name in given if not hasattr(environment, name)]
+    missing = [name for name in attributes if not hasattr(environment, name)]
     if missing and environment.__dictoffset__ == 0:
         hint = "add them, or take the slots out"
         return f"whose __slots__ lack {', '.join(missing)}, which an episode sets; {hint}"
-    for name in given:
+    for name in attributes:
         member = inspect.getattr_static(environment, name, None)
         if isinstance(member, property) and member.fset is None:
             hint = "give it a setter, or another name"
@@ -327,35 +327,35 @@ def generated(
     if domain.generate_tasks is None:
         return _self_sampled(domain.name, data.task_seed, count, split)
     level = difficulty or data.difficulty
-    given = (data.task_seed, count, split, level)
+    arguments = (data.task_seed, count, split, level)
     make = partial(domain.generate_tasks, data.task_seed, count, split, level)
     where = f"tasks of {domain.name}"
-    call = f"{where}: {domain.module}.generate_tasks{given}"
+    call = f"{where}: {domain.module}.generate_tasks{arguments}"
     with refused(f"{call} fails"):
         try:
             tasks = make()
         except ValueError as error:  # for example because fewer than `count` tasks exist
             why = describe(error) if domain.is_own else str(error)
             raise UserError(f"{where}: {one_line(why.removeprefix('ValueError: '))}") from None
-    made = list.copy(tasks) if isinstance(tasks, list) else []  # a subclass may never end
-    if not (made and all(isinstance(task, Task) for task in made)):
+    copies = list.copy(tasks) if isinstance(tasks, list) else []  # a subclass may never end
+    if not (copies and all(isinstance(task, Task) for task in copies)):
         raise UserError(f"{call} gave {shown(tasks)}; return a list of Task")
-    if other := next((task.domain for task in made if task.domain != domain.name), None):
+    if other := next((task.domain for task in copies if task.domain != domain.name), None):
         raise UserError(f"{call} gave one of the domain {shown(other)}; return {where}")
     if split == "validation" and domain.is_own:
         with refused(f"{call} fails"):
             again = make()
-        if not isinstance(again, list) or list.copy(again) != made:
+        if not isinstance(again, list) or list.copy(again) != copies:
             why = "gives other tasks when it is called again, so no run could be resumed"
             raise UserError(f"{call} {why}; draw from its arguments alone")
-    for task in made if domain.is_own else ():
+    for task in copies if domain.is_own else ():
         with refused(f"{call} gave the task {shown(task.id)}"):
             row = {**vars(task), "prompt": list(task.prompt)}
             if problem := row_problem(row, domain.name, has_columns=True):
                 raise ValueError(problem)
             if not is_plain(row):
                 raise ValueError("it holds half of a surrogate pair")
-    return made
+    return copies
 
 
 def _self_sampled(name: str, task_seed: int, count: int, split: str) -> list[Task]:

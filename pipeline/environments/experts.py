@@ -105,8 +105,8 @@ def run_expert(
     if goal is None:
         raise ValueError("its payload has no goal")
     prompt = [dict(message) for message in task.prompt]
-    given = reset_arguments(environment.reset, task.row())
-    prompt[-1]["content"] += run_here(awaited, environment.reset(**given)) or ""
+    arguments = reset_arguments(environment.reset, task.row())
+    prompt[-1]["content"] += run_here(awaited, environment.reset(**arguments)) or ""
     agent = Agent(environment, generator(seed, "expert", *task.key), rule_share)
     agent.raised = agent.raised if raised is None else raised
     final = expert(agent, goal)

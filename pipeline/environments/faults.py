@@ -182,12 +182,12 @@ def causes_of(error: BaseException) -> Iterator[BaseException]:
     seen = set[int]()
     left = [error]
     while left:
-        if id(found := left.pop()) in seen:
+        if id(cause := left.pop()) in seen:
             continue
-        seen.add(id(found))
-        yield found
-        left += found.exceptions if isinstance(found, BaseExceptionGroup) else ()
-        left += filter(None, [found.__cause__ or found.__context__])
+        seen.add(id(cause))
+        yield cause
+        left += cause.exceptions if isinstance(cause, BaseExceptionGroup) else ()
+        left += filter(None, [cause.__cause__ or cause.__context__])
 
 
 def wait_of(error: BaseException) -> float | None:
@@ -207,8 +207,8 @@ def _asked(error: Any) -> float | None:
         statuses = [getattr(of, name, None) for of in (error, response) for name in names]
         headers = getattr(response, "headers", None) or getattr(error, "headers", None) or {}
         header = next((v for k, v in dict(headers).items() if k.lower() == "retry-after"), "")
-        given = getattr(error, "retry_after", None)
-        seconds = seconds_of(str(header if given is None else given))
+        asked = getattr(error, "retry_after", None)
+        seconds = seconds_of(str(header if asked is None else asked))
     except Exception:  # the exception is the user's code
         return None
     is_away = any(kind.__name__ in AWAY for kind in type(error).__mro__)

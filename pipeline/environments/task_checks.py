@@ -45,7 +45,7 @@ def try_task(
     if domain.loop is not None:
         return ""  # a loop cannot be tried without a model
     where = f"{source}: task {shown(task.id)}"
-    made = list[Started]()
+    starts = list[Started]()
     is_solvable = success is not None and domain.expert is not None and goal_of(task) is not None
     kind = domain.environment
     is_keyed = uses_random_state(kind) and not may_wait(kind)  # as in a rollout
@@ -53,33 +53,33 @@ def try_task(
         for trial in range(2):
             with RandomState(task, *([] if is_keyed else [trial])):
                 start = partial(started, domain.make, task.row())
-                made.append(guarded("reset", seconds, start))
+                starts.append(guarded("reset", seconds, start))
         if why := _solved(domain, task, seconds, success or 0.0)[1] if is_solvable else "":
             raise UserError(
                 f"{where}: the actions that serve its goal do not lead to what it expects ({why}); "
                 "mend goal, database or expected"
             )
-        difference = _difference(*made)  # `get_reward` may change the first
+        difference = _difference(*starts)  # `get_reward` may change the first
         with RandomState(task):
-            score = partial(reward_of, made[0].environment, messages=task.prompt)
+            score = partial(reward_of, starts[0].environment, messages=task.prompt)
             guarded("get_reward", seconds, score)
     except EnvironmentFault as fault:
         failed = f"{fault.call} failed on task {shown(task.id)}: {one_line(str(fault))}"
         hint = remedy or "mend the environment or the task"
         raise UserError(f"{source}: {failed}; {hint}") from None
     if difference:
-        given = "random, numpy.random or random.Random(id)" if is_keyed else "random.Random(id)"
+        generators = ("random, numpy.random or " if is_keyed else "") + "random.Random(id)"
         raise UserError(
             f"{where}: reset starts another episode each time ({difference}), but the episodes of "
-            f"a group must have one task; let reset(self, id, **kwargs) draw from {given}"
+            f"a group must have one task; let reset(self, id, **kwargs) draw from {generators}"
         )
-    if not (task.prompt[-1]["content"] or made[0].addition or task.row().get("scenario")):
+    if not (task.prompt[-1]["content"] or starts[0].addition or task.row().get("scenario")):
         names = ", ".join(
             name for name in task.row() if name not in ("domain", "payload", "prompt")
         )
         hint = f"{remedy or 'give a column prompt with its text'}, or let reset return the request"
         raise UserError(f"{where}: has no request, only {names}; {hint}")
-    return made[0].addition
+    return starts[0].addition
 
 
 def _difference(first: Started, second: Started) -> str:

@@ -316,8 +316,8 @@ def _refused_field(body: dict[str, Any], why: str) -> str:
 
 
 def _without(body: dict[str, Any], name: str) -> dict[str, Any]:
-    found = {key: value for key, value in body.items() if key != name}
-    return {**found, REFUSED[name]: body[name]} if REFUSED[name] and name in body else found
+    rest = {key: value for key, value in body.items() if key != name}
+    return {**rest, REFUSED[name]: body[name]} if REFUSED[name] and name in body else rest
 
 
 def _text_of_parts(content: Any) -> Any:
