@@ -130,6 +130,7 @@ def begin_grpo(run: Run) -> Meter:
     learner.sync_weights()
     run.save_if_needed()
     run.kl_probe.load([s for s in run.stages[:-1] if run.state.evaluated(s.name)])
+    step_metrics.tell_missed(run.config.run.profile, run.state.step, run.folder, run.say)
     meter = Meter(run.ranks, learner.rollout, updater)
     gc.freeze()  # exempts long-lived objects from garbage collection
     return meter
@@ -224,7 +225,7 @@ def end_stage(run: Run, stage: Stage) -> None:
 def profiled(run: Run, step: int) -> AbstractContextManager[None]:
     """Return a context manager that profiles the step if the setting `profile` lists it."""
     return step_metrics.step_profile(
-        step, run.config.run.profile, run.folder / "profile", run.ranks, run.accelerator.device
+        step, run.config.run.profile, run.folder, run.ranks, run.accelerator.device
     )
 
 

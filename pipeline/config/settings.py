@@ -340,7 +340,7 @@ class GRPOSettings(Section):
         None, "lower clip of that ratio; null: none"
     )
     max_tokens_per_microbatch: PositiveInt | None = field(
-        None, "tokens per forward pass, with padding; null: a whole group, if memory holds it"
+        None, "tokens per forward pass, with padding; null: a group, or more on a GPU, if they fit"
     )
     padding_free: bool = field(False, "join sequences in one row, without padding")
     share_prefixes: bool = field(True, "compute common prefixes once; needs attention sdpa")

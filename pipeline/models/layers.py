@@ -136,10 +136,18 @@ def keep_less(model: nn.Module) -> None:
     for module in model.modules():
         kind = type(module)
         for mixin, same in ((_Norm, LlamaRMSNorm), (_MLP, LlamaMLP)):
-            if not isinstance(module, mixin) and _code(kind) == _code(same):
+            if not isinstance(module, mixin) and has_code(module, same):
                 if kind not in changed:
                     changed[kind] = type(kind.__name__, (mixin, kind), {"__module__": __name__})
                 module.__class__ = changed[kind]
+
+
+def has_code(module: nn.Module, same: type) -> bool:
+    """Return True if a module computes as the class `same`, also after `keep_less`."""
+    kind = type(module)
+    if issubclass(kind, _Norm | _MLP):
+        kind = kind.__mro__[2]  # the class that was changed
+    return bool(_code(kind) == _code(same))
 
 
 def _code(kind: type) -> Any:

@@ -22,16 +22,17 @@ from pipeline.models.capabilities import widest
 from pipeline.models.layers import outer_layers
 from pipeline.models.loading import empty_model
 from pipeline.models.rank_memory import (
+    KEPT,
     LOGITS_PER_CHUNK,
+    WIDER,
     bytes_per_token,
     memory_of_rank,
+    num_cache_rows,
     token_budget,
 )
 
 GIB = 1 << 30
 ELSEWHERE = 80e9  # bytes of a GPU, for a recipe for another machine
-# In bf16, the backward pass keeps some tensors in float32. Counted on Qwen3-4B and 8B with LoRA.
-WIDER = 1.5
 LONGEST = 1 << 20  # tokens of an episode up to which `bounds` tries
 CUDA = 1.5 * GIB  # for the driver's context, libraries and NCCL; an allowance, not measured
 FOR_GPUS = 2e9  # weights from which on a run of several ranks is for GPUs
@@ -108,8 +109,10 @@ class Memory:
         chunk = 8.0 * min(LOGITS_PER_CHUNK, tokens * self.shape.vocab_size)
         kept = bytes_per_token(config, self.model) * tokens
         cached = _cached_per_token(self.shape) * self.shape.num_hidden_layers * size
-        cache = float(cached * rows * config.rollout.max_tokens)
-        has_copy = size < held or not is_whole
+        held_rows = num_cache_rows(rows) if self._has_own_cache(config) else rows
+        cache = float(cached * held_rows * config.rollout.max_tokens)
+        # On a GPU, the weights of the own sampler keep their address.
+        has_copy = size < held or not is_whole or (self.has_gpu and not config.model.use_peft)
         if share := config.rollout.sampler_facts.memory:  # on a GPU, it also holds weights
             have = self.have if self.has_gpu else memory_of_rank()
             cache = getattr(config.rollout, share) * have
@@ -146,9 +149,19 @@ class Memory:
         return float(size * (outside + 2 * most + gradients))
 
     def need(self, config: Config | None = None) -> float:
-        """Return the bytes that a rank needs: of cache and activations, the larger counts."""
+        """Return the bytes that a rank needs: of cache and activations, the larger counts.
+
+        Both count if a GPU keeps the cache for the next rollout.
+        """
         terms = self.terms(config)
-        return sum(terms.values()) - min(terms[CACHE], terms.get(ACTIVATIONS, 0.0))
+        is_kept = self._has_own_cache(config) and terms[CACHE] <= KEPT * self.have
+        freed = 0.0 if is_kept else min(terms[CACHE], terms.get(ACTIVATIONS, 0.0))
+        return sum(terms.values()) - freed
+
+    def _has_own_cache(self, config: Config | None) -> bool:
+        """Return True if the own sampler, or perhaps it, keeps a cache on a GPU."""
+        sampler = (config or self.config).rollout.sampler
+        return self.has_gpu and sampler in ("auto", "own")
 
     def lower_episodes(self) -> list[str]:
         """Let as many episodes at once play as fit; return a note if these are fewer than asked.
@@ -225,7 +238,8 @@ class Memory:
 
     def budget(self, config: Config) -> int:
         """Return the most tokens of a micro-batch of several episodes."""
-        return token_budget(config, self.model, ELSEWHERE if self._is_away else memory_of_rank())
+        memory = ELSEWHERE if self._is_away else memory_of_rank()
+        return token_budget(config, self.model, memory, self.has_gpu)
 
     def longest(self, config: Config) -> int:
         """Return the most tokens of an episode; with one message, these are prompt and turn."""

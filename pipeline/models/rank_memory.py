@@ -25,7 +25,13 @@ NO_MEMORY = (  # texts in the RuntimeError of a failed allocation
     "CUBLAS_STATUS_ALLOC_FAILED",
 )
 
+KEPT = 0.1  # share of a GPU that the own sampler's cache may keep during an update
+FEWEST_ROWS = 4  # of this cache on a GPU
+
 LEAST_TOKENS = 2048
+MOST_TOKENS_GPU = 1 << 16  # of a micro-batch, by default
+# In bf16, the backward pass keeps some tensors in float32. Counted on Qwen3-4B and 8B with LoRA.
+WIDER = 1.5
 SHARE = 0.5  # share of the memory beside weights, gradients and moments that a micro-batch may take
 RANKS_OF_A_MACHINE = 8  # a fixed number, so that the number of ranks does not change micro-batches
 
@@ -77,11 +83,29 @@ def memory_of_rank(num_ranks: int = RANKS_OF_A_MACHINE) -> float:
     return float(main_memory()[0]) / num_ranks
 
 
-def token_budget(config: Config, model: Any, memory: float) -> int:
+def bucket(number: int, least: int) -> int:
+    """Return the smallest of least, 1.5 least, 2 least, 3 least, 4 least, ... >= `number`.
+
+    `least` must be a power of 2. With CUDA graphs, each number of rows and each length needs a
+    graph of its own, so there are few.
+    """
+    size = least
+    while size < number:
+        size = size * 3 // 2 if size & (size - 1) == 0 else size // 3 * 4
+    return size
+
+
+def num_cache_rows(num_episodes: int) -> int:
+    """Return the rows of the own sampler's cache on a GPU, for so many episodes at once."""
+    return -(-bucket(num_episodes, FEWEST_ROWS) // FEWEST_ROWS) * FEWEST_ROWS
+
+
+def token_budget(config: Config, model: Any, memory: float, has_gpu: bool) -> int:
     """Return `max_tokens_per_microbatch`; if it is null, as many tokens as a group may have.
 
-    A group whose micro-batches would not fit into `memory` (bytes) gets smaller ones, which compute
-    common prefixes several times.
+    A GPU computes more groups at once, up to MOST_TOKENS_GPU tokens. A group whose micro-batches
+    would not fit into `memory` (bytes) gets smaller ones, which compute common prefixes several
+    times.
     """
     if (budget := config.grpo.max_tokens_per_microbatch) is not None:
         return budget
@@ -89,8 +113,13 @@ def token_budget(config: Config, model: Any, memory: float) -> int:
     frozen = dtype_of(config.model).itemsize
     whole = max(LEAST_TOKENS, config.rollout.num_generations * longest)
     # Weights, gradients and two moments are in float32; LoRA trains few weights.
-    fixed = model.num_parameters() * (frozen if config.model.use_peft else 16)
-    fits = SHARE * (memory - fixed) / bytes_per_token(config, model)
+    of_weight = frozen if config.model.use_peft else 16
+    of_token = bytes_per_token(config, model)
+    if has_gpu:
+        whole = max(whole, MOST_TOKENS_GPU)
+        of_weight += 0 if config.model.use_peft else frozen  # of the sampler's copy
+        of_token *= WIDER
+    fits = SHARE * (memory - model.num_parameters() * of_weight) / of_token
     return int(min(whole, max(LEAST_TOKENS, longest, fits)))
 
 

@@ -14,6 +14,7 @@ from torch.nn.functional import linear
 
 from pipeline.distributed.sharding import whole
 from pipeline.models import lora
+from pipeline.models.fused_layers import FusedLayers
 from pipeline.models.layers import bf16_units, use_fp32_logits
 
 Weights = Iterable[tuple[str, torch.Tensor]]
@@ -60,6 +61,7 @@ class SamplingCopy:
         self._adapters = lora.adapters_of(whole) if adapted else None
         self._packed: PackedWeights | None = None
         self._packs = False
+        self.fused: FusedLayers | None = None
 
     def cast(self, dtype: torch.dtype) -> None:
         """Convert parameters that are not adapters to `dtype`; `load` then converts new weights."""
@@ -67,6 +69,18 @@ class SamplingCopy:
         use_fp32_logits(self.model.get_output_embeddings())
         is_on_cpu = self.model.get_input_embeddings().weight.device.type == "cpu"
         self._packs = is_on_cpu and packed_bytes(self.model, dtype) > 0
+
+    @torch.no_grad()
+    def fuse(self) -> None:
+        """Compute in fewer operations, and keep the address of every weight, as CUDA graphs need.
+
+        The copy then shares no weight that `load` changes with the original model.
+        """
+        self._packs = False
+        if self._adapters is None:
+            for parameter in self.model.parameters():
+                parameter.data = parameter.data.clone()
+        self.fused = FusedLayers(self.model, joins=self._adapters is None)
 
     def pack(self) -> None:
         """Copy large weights on a CPU so that sampling is faster, until `unpack`."""
@@ -91,7 +105,8 @@ class SamplingCopy:
         shapes = {name: own.shape for name, own in own_weights.items()}
         for name, tensor in complete(weights, shapes):
             own = own_weights[name]
-            if self._adapters is None and (own.dtype, own.device) == (tensor.dtype, tensor.device):
+            is_alike = (own.dtype, own.device) == (tensor.dtype, tensor.device)
+            if is_alike and self._adapters is None and self.fused is None:
                 own.data = tensor.detach()
             else:
                 own.copy_(tensor)

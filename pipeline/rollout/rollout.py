@@ -10,6 +10,7 @@ from itertools import groupby
 
 from pipeline.common.console import say
 from pipeline.config.settings import RolloutSettings
+from pipeline.distributed.devices import on_gpu
 from pipeline.environments.calls import TICK_S, Calls, run_coroutine
 from pipeline.environments.domains import Domain
 from pipeline.environments.faults import FaultLog
@@ -25,7 +26,10 @@ from pipeline.rollout.samplers.choice import Handle, Sampler
 from pipeline.rollout.trajectory import Conversation, Policy, Said, Sampled, StopReason, Trajectory
 
 Progress = Callable[[int], None]  # gets the number of episodes that have just ended
-TURN_SHARE = 0.25  # share of messages that must be complete before environments answer
+# Share of messages that must be complete before environments answer. A low share gives more and
+# smaller forward passes, which take a GPU as long as large ones.
+TURN_SHARE = 0.25
+TURN_SHARE_GPU = 0.5
 
 
 @dataclass(eq=False)
@@ -280,7 +284,7 @@ class SamplerPolicy:
             self._open.update(zip(lacking, handles, strict=True))
         per_turn = self.limits.max_tokens_per_turn
         room = [min(per_turn, self.limits.max_tokens - c.trajectory.num_tokens) for c in active]
-        until = math.ceil(len(active) * TURN_SHARE)
+        until = math.ceil(len(active) * (TURN_SHARE_GPU if on_gpu() else TURN_SHARE))
         handles = [self._open[c] for c in active]
         messages = self.sampler.sample(handles, room, active[0].greedy, until)
         return {c: m for c, m in zip(active, messages, strict=True) if m is not None}

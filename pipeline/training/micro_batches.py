@@ -121,13 +121,19 @@ def micro_batch(
         tokens.sort(key=itemgetter(0))
     columns, targets, old_logprobs, indices, advantages, weights = zip(*tokens, strict=True)
     sequence_N = torch.tensor(indices)
+    row_N = sequence_N if position_ids is None else torch.zeros_like(sequence_N)
+    predictors_U, which_N = torch.unique_consecutive(
+        row_N * len(input_ids[0]) + torch.tensor(columns), return_inverse=True
+    )
+    starts_U = torch.searchsorted(which_N, torch.arange(len(predictors_U)))
     return MicroBatch(
         input_ids=torch.tensor(input_ids),
         position_ids=position_ids,
         tree=tree,
         lengths=torch.tensor([len(ids) for ids in sequences]),
-        rows=sequence_N if position_ids is None else torch.zeros_like(sequence_N),
-        columns=torch.tensor(columns),
+        predictors=predictors_U,
+        which=which_N,
+        starts=starts_U.tolist(),
         sequences=sequence_N,
         targets=torch.tensor(targets),
         old_logprobs=torch.tensor(old_logprobs, dtype=torch.float32),
@@ -150,8 +156,10 @@ class MicroBatch:
     position_ids: torch.Tensor | None  # [1, T] int64, position of each token within its sequence
     tree: PrefixTree | None = None
     lengths: torch.Tensor  # [B] int64, number of tokens of each sequence, without padding
-    rows: torch.Tensor  # [N] int64, index of each sampled token's row in `input_ids`
-    columns: torch.Tensor  # [N] int64, column in `input_ids` of the token before each sampled token
+    # [U] int64, the tokens before sampled tokens: indices in `input_ids.flatten()`
+    predictors: torch.Tensor
+    which: torch.Tensor  # [N] int64, index in `predictors` of the token before each sampled token
+    starts: list[int]  # [U], on the host: index of each predictor's first sampled token
     sequences: torch.Tensor  # [N] int64, index of each sampled token's sequence
     targets: torch.Tensor  # [N] int64, the ids of the sampled tokens
     old_logprobs: torch.Tensor  # [N] float32, log-probabilities from the sampler

@@ -25,13 +25,20 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from pipeline.common.errors import UserError
+from pipeline.distributed.devices import on_gpu
 from pipeline.models.capabilities import unserved
 from pipeline.rollout.samplers.drawing import num_common
 
 NAME = "sdpa_prefixes"  # name of the attention implementation in transformers
-NO_MASK = torch.empty((1, 1, 1, 0), dtype=torch.bool)  # prevents transformers from making a mask
+NO_MASK = 1, 1, 1, 0  # shape of a mask that prevents transformers from making one
 CHUNK = 512  # maximum number of queries that need a mask of their own
 SIMILAR = 1.5  # maximum ratio of the lengths of any two paths in one attention call
+# On a GPU, padding costs less than more calls, unless it multiplies the queries.
+SIMILAR_GPU = 4.0
+MOST_PADDED = 2
+
+
+Leaf = tuple[int, list[int]]  # index of a path's first new token, and the path
 
 
 class SharedRow(NamedTuple):
@@ -51,7 +58,7 @@ def shared_row(sequences: Sequence[list[int]]) -> SharedRow:
     row: list[int] = []
     positions: list[int] = []
     paths: list[list[int]] = []
-    leaves: list[tuple[int, list[int]]] = []  # (index of the path's first new token, path)
+    leaves: list[Leaf] = []
     for number, ids in enumerate(sequences):
         before, path = (sequences[number - 1], paths[-1]) if number else ([], [])
         assert before <= ids, "sequences are not in lexicographic order"
@@ -65,17 +72,18 @@ def shared_row(sequences: Sequence[list[int]]) -> SharedRow:
     return SharedRow(row, positions, paths, _tree(leaves, len(row)))
 
 
-def _tree(leaves: Sequence[tuple[int, list[int]]], num_tokens: int) -> PrefixTree:
+def _tree(leaves: Sequence[Leaf], num_tokens: int) -> PrefixTree:
     """Return a PrefixTree; paths with similar lengths and numbers of new tokens form a block."""
-    alike: dict[tuple[int, int], list[tuple[int, list[int]]]] = {}
-    for first, path in leaves:
-        lengths = int(math.log(len(path), SIMILAR)), int(math.log(len(path) - first, SIMILAR))
-        alike.setdefault(lengths, []).append((first, path))
+    alike = _similar(leaves, SIMILAR)
+    if on_gpu():
+        larger = _similar(leaves, SIMILAR_GPU)
+        parts = [[block] if _is_full(block) else _similar(block, SIMILAR) for block in larger]
+        alike = [block for part in parts for block in part]
     keys: list[int] = []
     queries: list[int] = []
     blocks = []
     outputs = [0] * num_tokens
-    for block in alike.values():
+    for block in alike:
         start = min(first for first, _ in block)
         longest = max(len(path) for _, path in block)
         for first, path in block:
@@ -88,6 +96,21 @@ def _tree(leaves: Sequence[tuple[int, list[int]]], num_tokens: int) -> PrefixTre
     return PrefixTree(
         torch.tensor(keys), torch.tensor(queries), torch.tensor(outputs), tuple(blocks)
     )
+
+
+def _similar(leaves: Sequence[Leaf], ratio: float) -> list[list[Leaf]]:
+    """Group leaves by the lengths of their paths, and by their numbers of new tokens."""
+    alike: dict[tuple[int, int], list[Leaf]] = {}
+    for first, path in leaves:
+        lengths = int(math.log(len(path), ratio)), int(math.log(len(path) - first, ratio))
+        alike.setdefault(lengths, []).append((first, path))
+    return [*alike.values()]
+
+
+def _is_full(block: Sequence[Leaf]) -> bool:
+    """Return True if padding multiplies the block's queries by at most MOST_PADDED."""
+    longest = max(len(path) for _, path in block) - min(first for first, _ in block)
+    return longest * len(block) <= MOST_PADDED * sum(len(path) - first for first, path in block)
 
 
 def follow_prefixes(model: Any, max_tokens: int = 0) -> bool:

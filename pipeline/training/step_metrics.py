@@ -8,7 +8,7 @@ import platform
 import resource
 import time
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
@@ -278,7 +278,7 @@ def rates(total: Mapping[str, float], num_ranks: int) -> dict[str, float]:
 def step_profile(
     step: int, steps: Collection[int], folder: Path, ranks: Ranks, device: torch.device
 ) -> Iterator[None]:
-    """Profile this context if `step` is in `steps`; each rank writes a trace file into `folder`."""
+    """Profile this context if `step` is in `steps`; each rank writes a trace into `folder`."""
     if step not in steps:
         yield
         return
@@ -286,11 +286,24 @@ def step_profile(
     gpu = [ProfilerActivity.CUDA] if device.type == "cuda" else []
     with profile(activities=[ProfilerActivity.CPU, *gpu]) as profiler:
         yield
-    folder.mkdir(exist_ok=True)
-    path = folder / f"step-{step:06d}.rank-{ranks.rank}.json.gz"
+    path = _trace(folder, step, ranks.rank)
+    path.parent.mkdir(exist_ok=True)
     profiler.export_chrome_trace(str(path))
     if ranks.is_main:
         print(f"profile of step {step}: {path}; open it in https://ui.perfetto.dev", flush=True)
+
+
+def tell_missed(
+    steps: Collection[int], done: int, folder: Path, say: Callable[[str], None]
+) -> None:
+    """Say of which `steps` a run that goes on after step `done` will have no trace."""
+    for step in steps:
+        if step <= done and not _trace(folder, step, 0).exists():
+            say(f"note: profile: step {step} is over, and has no trace; name later steps")
+
+
+def _trace(folder: Path, step: int, rank: int) -> Path:
+    return folder / "profile" / f"step-{step:06d}.rank-{rank}.json.gz"
 
 
 def machine(num_ranks: int) -> dict[str, Any]:

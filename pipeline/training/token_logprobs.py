@@ -50,7 +50,8 @@ class TokenLogprobs(nn.Module):
         tree: dict[str, Any] = {}
         if batch.tree is not None:
             assert self.shares_prefixes, "this model's attention cannot use prefix trees"
-            tree = {"tree": batch.tree, "attention_mask": NO_MASK.to(batch.input_ids.device)}
+            mask = torch.empty(NO_MASK, dtype=torch.bool, device=batch.input_ids.device)
+            tree = {"tree": batch.tree, "attention_mask": mask}
         compute = partial(self._logprobs, batch, tree)
         if not has_adapters(self.model):
             return computed(self.sharded, compute)
@@ -64,21 +65,19 @@ class TokenLogprobs(nn.Module):
         hidden_BT = self.model.get_decoder()(
             input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False, **tree
         ).last_hidden_state
-        indices_N = batch.rows * batch.input_ids.shape[1] + batch.columns
-        indices_U, which_N = torch.unique_consecutive(indices_N, return_inverse=True)
-        hidden_U = hidden_BT.flatten(0, 1)[indices_U]
+        hidden_U = hidden_BT.flatten(0, 1)[batch.predictors]
         head = self.model.get_output_embeddings()
         compute = partial(logits_of, head, weight_VH=weight_of_logits(head))
         parameters = [p for p in head.parameters() if p.requires_grad]
         count = -(-len(hidden_U) * head.weight.shape[0] // LOGITS_PER_CHUNK)
         size = -(-len(hidden_U) // count)
-        firsts = torch.arange(0, len(hidden_U), size)
-        ends = torch.searchsorted(which_N, firsts[1:].to(which_N.device)).cpu()
+        firsts = range(0, len(hidden_U), size)
+        ends = [batch.starts[first] for first in firsts[1:]]
         pieces = []
         chunks = zip(
-            firsts.tolist(),
+            firsts,
             hidden_U.split(size),
-            which_N.tensor_split(ends),
+            batch.which.tensor_split(ends),
             batch.targets.tensor_split(ends),
             strict=True,
         )

@@ -16,6 +16,7 @@ from torch.func import functional_call
 
 from pipeline.common.console import say
 from pipeline.config.settings import Config
+from pipeline.distributed.devices import on_gpu
 from pipeline.distributed.ranks import GradientAllReduce, Ranks, sum_gradients
 from pipeline.distributed.sharding import (
     ShardedAdamW,
@@ -136,7 +137,9 @@ class Updater:
         )
         # Numbers of tokens in the forward passes of this rank, without and with padding.
         self.num_tokens = self.num_padded_tokens = 0
-        self._first_budget = token_budget(config, base_model(module.model), memory_of_rank())
+        self._first_budget = token_budget(
+            config, base_model(module.model), memory_of_rank(), on_gpu()
+        )
         self.max_tokens_per_microbatch = self._first_budget
         self._pair = cost_of_a_pair(base_model(module.model))
         rank_memory.keep_freed_memory(module)

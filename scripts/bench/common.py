@@ -83,7 +83,11 @@ def start_run(
 
 def finish_run(flags: Sequence[str], log: Path, **settings: Any) -> str:
     """Make a whole run, and return its output. The settings are those of `start_run`."""
-    code = start_run(flags, log, **settings).wait()
+    process = start_run(flags, log, **settings)
+    try:
+        code = process.wait()
+    finally:
+        process.kill()  # if this process gives up
     said = log.read_text(encoding="utf-8", errors="replace")
     if code:
         raise RuntimeError(f"exit code {code} of {' '.join(flags)}:\n{said[-3000:]}")
@@ -95,8 +99,8 @@ def results_of(folder: Path) -> dict[str, Any]:
     return read
 
 
-def model_of(shape: str, vocab_size: int = 151936, **fields: Any) -> Any:
-    """A Qwen3 of a published shape with random weights, in fp32 on CPU."""
+def model_of(shape: str, vocab_size: int = 151936, device: str = "cpu", **fields: Any) -> Any:
+    """A Qwen3 of a published shape with random weights, made in fp32 on the device."""
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -108,7 +112,7 @@ def model_of(shape: str, vocab_size: int = 151936, **fields: Any) -> Any:
         tie_word_embeddings=True,
         **{**SHAPES[shape], **fields},
     )
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[0] if device == "cuda" else []), torch.device(device):
         torch.manual_seed(0)
         return Qwen3ForCausalLM(config)
 

@@ -1,30 +1,42 @@
 """Check and measure one GPU, in at most eight minutes.
 
     python scripts/bench/gpu.py --device cuda --json gpu.json
+    python scripts/bench/gpu.py --device cuda --parts domains --model FOLDER --json step.json
 
 Checks: log-probabilities of sampler and training on the same tokens; loss and gradient of the GPU
 against the CPU's; the embedded recipe learns; a killed run resumes; a group of one rank exchanges
 over NCCL; a sharded model of one rank has the gradient of a whole one. Measures, with random
 weights in the shape `--shape`: tokens per second of the update and the share of the card's peak
 FLOPs (MFU); the time of a sharded update against a whole one; tokens per second of sampling against
-the bound of the measured memory bandwidth; our sampler against `generate` and continuous batching;
+the bound of the measured memory bandwidth; a step of decoding with and without CUDA graphs, and
+the time to capture them; a GRPO step on three domains (of the model `--model`), split into its
+parts, and how long the card was busy in it; our sampler against `generate` and continuous batching;
 a whole step against TRL; the peak memory of rollout and update against `--check`'s estimate.
 
-A part that fails is one row that says so; the others go on, and the exit code is 1. On a CPU
-(`--device cpu`, the default) all parts run with the tiny model: a test of this script.
+A part that fails, or takes longer than its seconds, is one row that says so; the others go on, and
+the exit code is 1. The figures are written after each part. A part that hangs inside a library ends
+only with the process, so give the command a `timeout`. On a CPU (`--device cpu`, the default) all
+parts run with the tiny model: a test of this script. The part `graph` then decodes through a
+stand-in for CUDA graphs, and counts the operations of SmolLM2's shape on a GPU without hardware.
 """
 
 from __future__ import annotations
 
 import argparse
+import gzip
 import json
+import shutil
+import signal
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
+from math import ceil
 from pathlib import Path
+from random import Random
 from statistics import median
 from typing import Any
 
@@ -40,6 +52,7 @@ from common import (
     write_json,
 )
 from torch import distributed
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from pipeline.common.errors import UserError
 from pipeline.config.settings import Config, GRPOSettings
@@ -47,18 +60,38 @@ from pipeline.distributed.sharding import Sharded, shard_model, whole
 from pipeline.models.layers import outer_layers, recompute_layers
 from pipeline.models.memory import Memory
 from pipeline.models.tiny import tiny_model, tiny_tokenizer
+from pipeline.rollout.rollout import TURN_SHARE_GPU
 from pipeline.rollout.samplers.own import RowSampler
 from pipeline.rollout.trajectory import Trajectory
 from pipeline.training.grpo import grpo_loss
 from pipeline.training.micro_batches import micro_batch
 from pipeline.training.token_logprobs import TokenLogprobs
+from scripts.proofs.ranks import play_ranks
+from tests.support.fake_gpu import build_guard, operations_of
+from tests.support.recorded_graphs import RecordedGraphs
 
 HERE = Path(__file__).resolve().parent
 PEAK_TFLOPS = {"H100": 989, "H200": 989, "A100": 312, "L40S": 362, "4090": 165}  # dense bf16
 GIB = 1 << 30
 CLOSE = {"cpu": 1e-5, "cuda": 0.05}  # mean difference of log-probabilities, in nats
-PARTS = ("exchange", "logprobs", "loss", "update", "sharded", "sampling", "memory")
-RUNS = ("resume", "learning", "methods", "trl")  # other processes
+# The parts, and after how many seconds each is given up: 8 minutes for all that run by default.
+SECONDS = {
+    **{"exchange": 20, "logprobs": 20, "loss": 20, "graph": 60, "sampling": 30, "update": 30},
+    **{"memory": 20, "domains": 120, "resume": 50, "methods": 50, "trl": 60},
+    **{"sharded": 60, "learning": 240},
+}
+DEFAULT = tuple(SECONDS)[:-2]
+SMOLLM2 = {  # the shape of SmolLM2-135M
+    **{"vocab_size": 49152, "hidden_size": 576, "intermediate_size": 1536, "head_dim": 64},
+    **{"num_hidden_layers": 30, "num_attention_heads": 9, "num_key_value_heads": 3},
+}
+KINDS = {  # groups of kernels, by parts of their names
+    "products": ("gemm", "gemv", "cublas", "cutlass", "xmma"),
+    "attention": ("flash", "fmha", "attention", "softmax"),
+    "copies": ("memcpy", "memset", "copy", "cat", "index", "gather", "scatter"),
+    "optimizer": ("adam", "multi_tensor"),
+    "sums and others": ("",),
+}
 Row = tuple[str, str, bool | None]  # what, the finding, whether it is right; None: not done
 
 
@@ -80,8 +113,9 @@ class Bench:
         return {} if self.device == "cuda" else {"ACCELERATE_USE_CPU": "true"}
 
     def model(self) -> Any:
-        tiny = self.options.shape == "tiny"
-        return tiny_model(tiny_tokenizer(), 0) if tiny else model_of(self.options.shape)
+        if self.options.shape == "tiny":
+            return tiny_model(tiny_tokenizer(), 0)
+        return model_of(self.options.shape, device=self.device)
 
     def sampler(self, model: Any, max_tokens: int = 0) -> Any:
         dtype = torch.bfloat16 if self.device == "cuda" else torch.float32
@@ -245,6 +279,137 @@ class Bench:
         shown = f"{rate:,.0f} tokens/s, {least / seconds:.0%} of the bandwidth's bound"
         yield f"sampling, {count} rows", shown, True
 
+    def graph(self) -> Iterator[Row]:
+        """Decoding with CUDA graphs against steps that Python starts; the time to capture."""
+        if self.device == "cpu":
+            yield from self.graph_on_cpu()
+            return
+        with torch.device("cuda"):
+            config = LlamaConfig(**SMOLLM2, tie_word_embeddings=True)
+            models = {"SmolLM2": LlamaForCausalLM(config), self.options.shape: self.model()}
+        for name, model in models.items():
+            found = {}
+            for kind in ("graphs", "Python"):
+                sampler = self.sampler(model, max_tokens=1024)
+                if kind == "Python":
+                    sampler._blocks._graphs = None
+                found[kind] = self.step_of(sampler, 96)
+                sampler.end()
+            (ms, ids), (ms_python, ids_python) = found.values()
+            key = name.lower()
+            self.figures |= {f"{key}_step_ms": ms, f"{key}_step_ms_python": ms_python}
+            same = sum(a == b for a, b in zip(ids, ids_python, strict=True))
+            shown = f"{ms:.2f} ms, from Python {ms_python:.2f}; {same} of {len(ids)} messages equal"
+            yield f"a step of decoding, 96 rows, {name}", shown, same == len(ids)
+            yield from self.capture_of(name, model)
+
+    def step_of(self, sampler: Any, count: int) -> tuple[float, list[list[int]]]:
+        """Return milliseconds of a token of all rows, and the messages."""
+        seconds = []
+        for length in (201, 9, 201):  # the first captures
+            episodes = sampler.open([[5] * 256] * count, range(count))
+            messages = list[Any]()
+            work = partial(sampler.sample, episodes, [length] * count)
+            seconds.append(seconds_of(lambda: messages.extend(work()), self.device))  # noqa: B023
+            for episode in episodes:
+                sampler.close(episode)
+        return 1e3 * (seconds[2] - seconds[1]) / 192, [message.ids for message in messages]
+
+    def capture_of(self, name: str, model: Any) -> Iterator[Row]:
+        """The time of captures, and of a pass over several tokens."""
+        sampler = self.sampler(model, max_tokens=1024)
+        spent = list[float]()
+        capture = sampler._blocks._captured
+
+        def timed(*arguments: Any) -> Any:
+            made = list[Any]()
+            spent.append(seconds_of(lambda: made.append(capture(*arguments)), self.device))
+            return made[0]
+
+        sampler._blocks._captured = timed
+        before = torch.cuda.memory_reserved()
+        self.step_of(sampler, 96)
+        held = (torch.cuda.memory_reserved() - before) / GIB
+        episodes = sampler.open([[5] * 64] * 96, range(96))
+        sampler.sample(episodes, [1] * 96)
+        for episode in episodes:
+            sampler.extend(episode, [7] * 16)
+        one = seconds_of(lambda: sampler.sample(episodes, [1] * 96), self.device)
+        sampler.end()
+        self.figures |= {
+            f"{name.lower()}_capture_s": max(spent),
+            f"{name.lower()}_pass_ms": 1e3 * one,
+        }
+        shown = f"{len(spent)} graphs of {max(spent):.2f} s at most, {held:.2f} GiB; "
+        shown += f"a pass {1e3 * one:.1f} ms"
+        yield f"captures, {name}", shown, True
+
+    def graph_on_cpu(self) -> Iterator[Row]:
+        """Equal tokens through a stand-in; operations of a token on a GPU without hardware."""
+        model = self.model()
+        plain, recorded = self.sampler(model, 256), RecordedGraphs()
+        replayed = self.sampler(model, 256)
+        replayed.decode_with(recorded)
+        played = [self.conversations(sampler, 12, 40, 60) for sampler in (plain, replayed)]
+        pairs = list(zip(*played, strict=True))
+        same = sum(a.completion_ids == b.completion_ids for a, b in pairs)
+        gaps = [abs(x - y) for a, b in pairs for x, y in zip(a.logprobs, b.logprobs, strict=True)]
+        self.figures |= {"replayed_equal": same / len(pairs), "replayed_gap": max(gaps)}
+        shown = f"{same} of {len(pairs)} messages equal, {max(gaps):.1e} nats apart; "
+        shown += f"{recorded.num_captures} captures, {recorded.num_replays} replays"
+        yield "replayed on a stand-in", shown, same == len(pairs) and max(gaps) < 1e-5
+        passes, ticks = self.passes()
+        self.figures["passes"] = passes
+        shown = f"{passes} over several tokens in {ticks} ticks of 96 episodes, at most 10"
+        yield "passes", shown, passes <= 10
+        if shutil.which("g++") is None:
+            yield "operations of a token", "needs g++", None
+            return
+        guard = str(build_guard(self.folder))
+        (found,) = play_ranks(operations_of, 1, guard, "SmolLM2-135M", timeout_s=200)
+        if isinstance(found, str):
+            raise RuntimeError(found)
+        self.figures |= {f"operations_{at}": found[at] for at in ("inside", "outside")}
+        shown = f"{found['inside']} in a step, {found['outside']:.2f} outside, "
+        shown += f"{found['waits']} waits of the host"
+        is_right = found["inside"] <= 1460 and found["outside"] <= 4 and not found["waits"]
+        yield "operations of a token, SmolLM2", shown, is_right
+
+    def passes(self) -> tuple[int, int]:
+        """Count passes over several tokens in a rollout of 12 tasks, 8 times each, as on a GPU."""
+        sampler = self.sampler(self.model(), 1024)
+        sampler.decode_with(None)
+        count = 0
+        forward = sampler._forward
+
+        def counted(rows: Any, tokens: Any, *others: Any) -> Any:
+            nonlocal count
+            count += tokens.shape[1] > 1
+            return forward(rows, tokens, *others)
+
+        sampler._forward = counted
+        draw = Random(0)
+        prompts = [[7] * 80 + [8 + task] * draw.randint(40, 200) for task in range(12)]
+        episodes = sampler.open([prompt for prompt in prompts for _ in range(8)], range(96))
+        left = {episode: draw.randint(3, 4) for episode in episodes}  # turns
+        room = {episode: draw.randint(3, 30) for episode in episodes}
+        ticks = 0
+        while left:
+            ticks += 1
+            until = ceil(len(left) * TURN_SHARE_GPU)
+            asked = [*left]
+            messages = sampler.sample(asked, [room[e] for e in asked], until=until)
+            for episode, message in zip(asked, messages, strict=True):
+                if message is None:
+                    continue
+                left[episode] -= 1
+                room[episode] = draw.randint(3, 30)
+                sampler.extend(episode, [9] * draw.randint(15, 60))
+                if not left[episode]:
+                    del left[episode]
+                    sampler.close(episode)
+        return count, ticks
+
     def memory(self) -> Iterator[Row]:
         """Peak bytes of a rollout's cache and of the update, against `--check`'s terms."""
         if self.device != "cuda":
@@ -287,10 +452,13 @@ class Bench:
             *("--tasks-per-step", "3", "--eval-tasks-per-domain", "2"),
         )
         process = start_run(flags, log, **self.variables)
-        while process.poll() is None:
-            if metrics.is_file() and '"step": 3' in metrics.read_text():
-                process.kill()
-            time.sleep(0.05)
+        try:
+            while process.poll() is None:
+                if metrics.is_file() and '"step": 3' in metrics.read_text():
+                    process.kill()
+                time.sleep(0.05)
+        finally:
+            process.kill()
         finish_run([*flags, "--resume-from-checkpoint", "auto"], log, **self.variables)
         lines = map(json.loads, metrics.read_text().splitlines())
         steps = [line["step"] for line in lines if line["kind"] == "train"]
@@ -309,6 +477,68 @@ class Bench:
         self.figures["learning_gain"] = last - first
         learns = last - first >= 0.05 or self.device != "cuda"
         yield "the embedded recipe learns", f"success {first:.2f} to {last:.2f}", learns
+
+    def domains(self) -> Iterator[Row]:
+        """A GRPO step on three domains: its parts, and how long the card was busy in it."""
+        out = self.folder / "domains"
+        log = self.folder / "domains.log"
+        is_tiny = self.options.model is None
+        named = [] if is_tiny else ["--config", "pretrained", "--model", str(self.options.model)]
+        steps, warm = (6, 60) if self.device == "cuda" else (3, 2)
+        few = [] if self.device == "cuda" else ["--tasks-per-step", "2", "--num-generations", "2"]
+        flags = [
+            *(*named, *few, "--domains", "airline,retail,telecom"),
+            *("--max-steps", str(steps), "--warm-start-steps", str(warm), "--profile", str(steps)),
+            *("--kl-probe-tasks", "0", "--validation-steps", "0", "--eval-tasks-per-domain", "4"),
+            *("--eval-trials", "1", "--report-to", "none", "--num-gpus", "1"),
+            *("--output-dir", str(out)),
+        ]
+        finish_run(flags, log, **self.variables)
+        lines = map(json.loads, (out / "timings.jsonl").read_text(encoding="utf-8").splitlines())
+        rows = [line for line in lines if line["kind"] == "train"][1:-1]  # the last is profiled
+        spent = {
+            n: median(row[f"perf/{n}_s"] for row in rows) for n in ("step", "sample", "update")
+        }
+        spent["environment"] = median(row["perf/environment_s"] for row in rows)
+        rates = {
+            n: median(row[f"perf/{n}_tokens_per_s"] for row in rows) for n in ("sample", "update")
+        }
+        trace = json.loads(gzip.decompress(next((out / "profile").iterdir()).read_bytes()))
+        events = [event for event in trace["traceEvents"] if event.get("dur")]
+        load = sum(
+            e["dur"]
+            for e in events
+            if e["name"] == "load weights" and e["cat"] == "user_annotation"
+        )
+        self.figures |= {f"step_{name}_s": value for name, value in spent.items()}
+        self.figures |= {f"step_{name}_tokens_per_s": value for name, value in rates.items()}
+        self.figures["step_load_s"] = load / 1e6
+        shown = f"{spent['step']:.2f} s: sample {spent['sample']:.2f} with environments "
+        shown += (
+            f"{spent['environment']:.2f}, update {spent['update']:.2f} with load {load / 1e6:.2f}"
+        )
+        shown += "; {sample:,.0f} and {update:,.0f} tokens/s".format(**rates)
+        yield "a step on three domains", shown, True
+        yield self.busy(events)
+
+    def busy(self, events: Sequence[Any]) -> Row:
+        """The share of a profiled step in which the card computes, by groups of kernels."""
+        kernels = [e for e in events if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
+        what = "the card busy in a profiled step"
+        if not kernels:
+            return what, "needs a GPU", None
+        phases = [
+            e for e in events if e["name"] in ("sample", "update") and e["cat"] == "user_annotation"
+        ]
+        wall = sum(e["dur"] for e in phases)
+        of_kinds = dict.fromkeys(KINDS, 0.0)
+        for kernel in kernels:
+            name = kernel["name"].lower()
+            kind = next(k for k, parts in KINDS.items() if any(part in name for part in parts))
+            of_kinds[kind] += kernel["dur"]
+        self.figures["busy_share"] = share = sum(of_kinds.values()) / wall
+        parts = ", ".join(f"{kind} {spent / wall:.0%}" for kind, spent in of_kinds.items())
+        return what, f"{share:.0%} of {wall / 1e6:.2f} s, {len(kernels):,} kernels: {parts}", True
 
     def other(self, script: str, *flags: str) -> dict[str, float]:
         """Run another benchmark; return its figures."""
@@ -331,9 +561,9 @@ class Bench:
     def trl(self) -> Iterator[Row]:
         """A whole step against TRL's trainer."""
         flags = ["--parts", "step", "--ranks", "1", "--shape", self.options.shape, "--steps", "2"]
-        flags += ["--tasks-per-step", "4", "--trl-settings", "32:1"]
+        flags += ["--warm-start-steps", "2", "--tasks-per-step", "4", "--trl-settings", "32:1"]
         if self.device != "cuda":
-            flags += ["--warm-start-steps", "2", "--num-generations", "2", "--tasks-per-step", "2"]
+            flags += ["--num-generations", "2", "--tasks-per-step", "2"]
             flags += ["--trl-settings", "4:1", "--steps", "1"]
         ratio = self.other("vs_trl.py", *flags)["step_vs_trl"]
         self.figures["step_vs_trl"] = ratio
@@ -343,7 +573,8 @@ class Bench:
 def main() -> int:
     parser = parser_with_device(__doc__)
     parser.set_defaults(shape="")
-    parser.add_argument("--parts", nargs="+", choices=PARTS + RUNS, default=[*PARTS, *RUNS])
+    parser.add_argument("--parts", nargs="+", choices=[*SECONDS], default=[*DEFAULT])
+    parser.add_argument("--model", help="a folder with a model, for the part `domains`")
     options = parser.parse_args()
     options.shape = options.shape or ("tiny" if options.device == "cpu" else "qwen3-0.6b")
     where = machine(options.device)
@@ -353,24 +584,33 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="gpu-") as folder:
         bench = Bench(options, Path(folder))
         for part in options.parts:
-            for what, shown, is_right in rows_of(getattr(bench, part), part):
+            begun_part = time.perf_counter()
+            for what, shown, is_right in rows_of(getattr(bench, part), part, SECONDS[part]):
                 mark = {True: "ok", False: "BROKEN", None: "skipped"}[is_right]
                 print(f"{what:<42}{mark:<9}{shown}", flush=True)
                 fine = fine and is_right is not False
+            bench.figures[f"{part}_s"] = time.perf_counter() - begun_part
+            write_json(options.json, bench.figures, where, vars(options))
     print(f"{time.perf_counter() - begun:.0f} s", flush=True)
-    write_json(options.json, bench.figures, where, vars(options))
     return 0 if fine else 1
 
 
-def rows_of(part: Callable[[], Iterator[Row]], name: str) -> Sequence[Row]:
-    """Return the rows of a part; a part that fails has one row with its exception."""
+def rows_of(part: Callable[[], Iterator[Row]], name: str, seconds: float) -> Iterator[Row]:
+    """Yield the rows of a part; one that fails or takes too long ends with its exception."""
+
+    def give_up(*_: Any) -> None:
+        raise TimeoutError(f"given up after {seconds} s")
+
     begun = time.perf_counter()
+    signal.signal(signal.SIGALRM, give_up)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
     try:
-        rows = [*part()]
+        yield from part()
     except Exception as error:  # a part must not end the others
         text = " ".join(str(error).split())[-300:]
-        return [(name, f"failed after {time.perf_counter() - begun:.0f} s: {text}", False)]
-    return rows
+        yield name, f"failed after {time.perf_counter() - begun:.0f} s: {text}", False
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
 
 
 if __name__ == "__main__":

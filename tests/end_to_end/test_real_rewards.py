@@ -93,7 +93,7 @@ def play(folder: Path, *flags: str, end: Callable[[Run], None] = without_report)
 
 BROKEN = {  # what fails after training, and what the warning calls it
     "report": (train, "write_report"),
-    "results.json": (evaluation, "describe"),
+    "results.json": (evaluation, "describe_stages"),
     "transfer numbers": (evaluation, "summary"),
     "table": (train, "final_table"),
 }

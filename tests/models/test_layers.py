@@ -155,7 +155,7 @@ def test_values_and_gradients_are_those_of_log_softmax_in_chunks_of_any_size(
     episodes, _ = make_episodes(6)
     (batch,) = make_micro_batches([(e, 1.0, 1.0) for e in episodes], 10**6, 0)
     model = small_model(vocab_size=40).double()
-    rows = model(batch.input_ids).logits[batch.rows, batch.columns] / temperature
+    rows = model(batch.input_ids).logits.flatten(0, 1)[batch.predictors[batch.which]] / temperature
     logprobs = rows.log_softmax(-1)
     expected = (
         logprobs.gather(1, batch.targets[:, None])[:, 0],

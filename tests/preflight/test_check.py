@@ -113,7 +113,7 @@ def test_a_shipped_recipe_for_a_hub_model_is_checked_without_the_hub(capsys):
     assert re.search(r"  moments of AdamW +0\.25\n", said)
     assert re.search(r"  key-value cache +36\.00\n", said)
     assert re.search(r"  sum, with the larger of the last two +46\.61\n", said)
-    bounds = "max_tokens 14,540 with 32 episodes at once, or 56 of 90 episodes at once with"
+    bounds = "max_tokens 14,540 with 32 episodes at once, or 48 of 90 episodes at once with"
     assert f"  so much fits: {bounds} max_tokens 8,192\n" in said
 
 
@@ -142,10 +142,10 @@ def test_an_unknown_hub_model_is_refused():
     ("recipe", "gib"),
     [
         ("qwen3_4b_tau2_8gpu", 46.6),
-        ("qwen3_8b_lora_8gpu", 62.9),
+        ("qwen3_8b_lora_8gpu", 54.6),
         ("qwen3_8b_full_8gpu", 65.7),
         ("qwen3_32b_lora_8gpu", 108.4),
-        ("qwen3_0.6b_1gpu", 19.5),
+        ("qwen3_0.6b_1gpu", 22.4),
         ("qwen3_4b_vllm_8gpu", 43.3),
     ],
 )

@@ -184,7 +184,8 @@ def no_route(config):
 
 def test_ranks_that_do_not_meet_are_told_what_to_try(alone, monkeypatch, capsys):
     monkeypatch.setenv("RANK", "3")
-    assert doctor.main(Config(), no_route) == 1
+    monkeypatch.setattr(doctor, "connect", no_route)
+    assert doctor.main(Config()) == 1
     said = capsys.readouterr().out
     status, text = rows_of(said)["connection"]
     assert status == "broken"

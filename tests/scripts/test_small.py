@@ -25,8 +25,9 @@ SIDES = ("ours", "trl")
 POSITIVE = (1e-9, inf)
 SCRIPTS = {  # arguments, and the least and the greatest value of figures
     "bench/gpu": (
-        ["--parts", "exchange", "logprobs", "loss", "update", "sampling", "memory"],
+        ["--parts", "exchange", "logprobs", "loss", "graph", "update", "sampling", "domains"],
         {
+            **{"replayed_equal": (1, 1), "passes": (1, 10), "step_sample_s": POSITIVE},
             **{"logprobs_mean": (0, 1e-5), "loss_gap": (0, 0), "update_tokens_per_s": POSITIVE},
             "sampling_of_bound": (1e-9, 1),
         },

@@ -6,7 +6,7 @@ them: whole numbers are `token` when they come as lists, and `end` when they com
 
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from subprocess import run
@@ -15,11 +15,17 @@ from weakref import finalize
 
 import numpy as np
 import torch
+import transformers
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from pipeline.config.settings import Config
+from pipeline.models import lora
+from pipeline.models.loading import SHAPES
+from pipeline.rollout.samplers import own
+from pipeline.rollout.samplers.own import RowSampler
 from pipeline.training import prefix_tree
 
 # Autograd asks each device's guard for streams. PyTorch for CPUs has no guard for CUDA.
@@ -30,6 +36,7 @@ constexpr auto CUDA = c10::DeviceType::CUDA;
 static guards::DeviceGuardImplRegistrar registrar(CUDA, new guards::NoOpDeviceGuardImpl<CUDA>());
 """
 DEVICE = torch.device("cuda:0")
+COPY = torch.ops.aten.copy_.default
 
 
 def build_guard(folder: Path) -> Path:
@@ -53,6 +60,7 @@ class FakeGPU(TorchDispatchMode):
     def forget(self) -> None:
         """Count from 0; what is in memory stays there."""
         self.operations = 0  # operations that make or change a tensor on the GPU
+        self.all_operations = 0  # with views, and with operations of the host
         self.waits = Counter[str]()  # {function: number of times that the host waits in it}
         self.largest, self.peak = 0, self.allocated  # bytes of a tensor, and of all tensors
 
@@ -74,12 +82,15 @@ class FakeGPU(TorchDispatchMode):
         made = _tensors(result)
         on_gpu = [x for x in made if _on_gpu(x)]
         kinds = {_on_gpu(x) for x in given + made if x.dim() or _on_gpu(x)}
-        pinned = kwargs.get("non_blocking") and getattr(given[0], "is_fake_pinned", False)
+        is_asked = kwargs.get("non_blocking") or (call == COPY and args[2:] == (True,))
+        host = next((x for x in given if not _on_gpu(x)), None)
+        pinned = is_asked and getattr(host, "is_fake_pinned", False)
         if len(kinds) == 2 and not pinned:  # a copy, or indices of the host for a tensor of the GPU
             self.wait()
         for x in on_gpu:
             self._keep(x.untyped_storage())
         self.operations += bool(on_gpu) and not call.is_view
+        self.all_operations += not str(call).startswith("prim.")
         return result
 
     def _keep(self, storage: torch.UntypedStorage) -> None:
@@ -114,6 +125,12 @@ class _Host(TorchFunctionMode):
         if call is torch.Tensor.pin_memory:
             args[0].is_fake_pinned = True
             return args[0]
+        if call is torch.zeros and kwargs.pop("pin_memory", False):
+            made = call(*args, **kwargs)
+            made.is_fake_pinned = True
+            return made
+        if call is torch.nn.functional.rms_norm:
+            return args[0] * 1.0  # PyTorch for CUDA has it as one operation
         if call is torch.nn.functional.scaled_dot_product_attention:
             return _attention(*args[:3])
         if not (args and isinstance(args[0], FakeTensor)):
@@ -129,6 +146,38 @@ class _Host(TorchFunctionMode):
         if call is torch.Tensor.tensor_split and isinstance(args[1], torch.Tensor):
             return args[0].tensor_split(len(args[1]) + 1)
         return call(*args, **kwargs)
+
+
+class FakeGraphs:
+    """Has the methods of `Graphs`: a capture counts what it does, and raises if the host waits."""
+
+    def __init__(self, gpu: FakeGPU) -> None:
+        self.gpu = gpu
+        self.num_captures = self.num_operations = 0  # operations of the last step, with views
+
+    def warm_up(self, function: Callable[[], None]) -> None:
+        function()
+
+    def forget(self) -> None:
+        pass
+
+    def capture(self, function: Callable[[], None]) -> Callable[[], None]:
+        waits, operations = Counter(self.gpu.waits), self.gpu.all_operations
+        function()
+        if new := self.gpu.waits - waits:
+            raise RuntimeError(f"operation not permitted when stream is capturing: {dict(new)}")
+        self.num_captures += 1
+        self.num_operations = self.gpu.all_operations - operations
+        return lambda: None
+
+
+class FakeEvent:
+    """The host waits for an event while the GPU has another block to do."""
+
+    def record(self) -> None:
+        pass
+
+    synchronize = record
 
 
 def _attention(*states: torch.Tensor) -> torch.Tensor:
@@ -152,9 +201,70 @@ def fake_gpu(guard: str, token: int = 0, end: int = 0) -> Iterator[FakeGPU]:
         return np.full(self.shape, gpu.token).tolist()
 
     FakeTensor.tolist = tolist
+    FakeTensor.data_ptr = lambda self: self.untyped_storage()._cdata
+    own.Graphs = lambda device: FakeGraphs(gpu)
+    torch.cuda.Event = FakeEvent
     torch.nn.Module.to = lambda self, *_, **__: self  # cannot move fake tensors
     torch.cuda.amp.common.amp_definitely_not_available = lambda: False
     prefix_tree.causal_lower_right = lambda *_: None
     torch.cuda.is_bf16_supported = lambda *_, **__: True
     with FakeTensorMode(allow_non_fake_inputs=True), gpu, _Host(gpu):
         yield gpu
+
+
+# The operations of a token
+
+SHAPE = {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
+SHAPE |= {"num_attention_heads": 4, "num_key_value_heads": 2}
+SHAPE |= dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
+SMOLLM2 = {**SHAPE, "vocab_size": 49152, "hidden_size": 576, "intermediate_size": 1536}
+SMOLLM2 |= {"num_hidden_layers": 30, "num_attention_heads": 9, "num_key_value_heads": 3}
+QWEN3 = {**SHAPE, **SHAPES["Qwen/Qwen3-0.6B"]}
+WINDOW = {"sliding_window": 4096, "layer_types": ["sliding_attention", "full_attention"]}
+FAMILIES = {
+    "SmolLM2-135M": ("Llama", SMOLLM2),
+    "Qwen3-0.6B": ("Qwen3", QWEN3),
+    "Mistral": ("Mistral", {**SHAPE, "sliding_window": None}),
+    "Qwen2": ("Qwen2", SHAPE),
+    "Phi3": ("Phi3", SHAPE),
+    "SmolLM3": ("SmolLM3", SHAPE),
+    "Granite": ("Granite", SHAPE),
+    "GPT-2": ("GPT2", SHAPE),
+    "Gemma3": ("Gemma3Text", {**SHAPE, **WINDOW, "head_dim": 16}),
+    "Falcon": ("Falcon", SHAPE),
+}
+
+
+def operations_of(
+    guard: str, family: str, use_peft: bool = False, options: Any = None
+) -> dict[str, Any]:
+    """Return the operations of a decoded token: in the step that a graph replays, and outside."""
+    kind, shape = FAMILIES[family]
+    config = getattr(transformers, f"{kind}Config")(**shape)
+    config._attn_implementation = "sdpa"
+    model_class = {"Gemma3Text": "Gemma3ForCausalLM", "GPT2": "GPT2LMHeadModel"}
+    with fake_gpu(guard, token=1, end=2) as gpu:
+        with DEVICE:
+            name = model_class.get(kind, f"{kind}ForCausalLM")
+            model = getattr(transformers, name)._from_config(config, dtype=torch.bfloat16)
+            model = (
+                lora.attach(model, Config().model, "base", 0, torch.bfloat16) if use_peft else model
+            )
+        sampler = RowSampler(model, 600, 1.0, torch.bfloat16, max_tokens=1024, **(options or {}))
+        graphs = sampler._blocks._graphs
+        episodes = sampler.open([[4] * 20 + [5 + n] * 10 for n in range(32)], range(32))
+        found = []
+        for length in (65, 17, 65):  # the first captures
+            sampler.sample(episodes, [length] * 32)
+            for episode in episodes:
+                sampler.extend(episode, [6, 7])
+            found.append((Counter(gpu.waits), gpu.all_operations))
+            gpu.waits, gpu.all_operations = Counter(), 0
+        (_, _), (waits, operations), (more_waits, more_operations) = found
+        return {
+            "graphs": graphs.num_captures,
+            "inside": graphs.num_operations,
+            "outside": (more_operations - operations) / 48,
+            "waits": (more_waits - waits).total(),
+            "given_up": sampler._blocks._graphs is None,
+        }

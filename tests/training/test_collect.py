@@ -21,7 +21,7 @@ from pipeline.environments.faults import Outage
 from pipeline.report.progress import StageProgress
 from pipeline.rollout.trajectory import Trajectory
 from pipeline.training.collect import RolloutBatch, collect_rollouts, give_advantages
-from pipeline.training.step_metrics import rollout_metrics
+from pipeline.training.step_metrics import rollout_metrics, tell_missed
 from scripts.proofs.control import permute_rewards
 from scripts.proofs.ranks import play_ranks
 from scripts.proofs.runs import play_run
@@ -333,3 +333,11 @@ def test_a_run_is_the_same_bit_by_bit_on_one_and_two_ranks_and_after_a_resume(
     assert np.array_equal(again.parameters, one.parameters)
     assert metrics(tmp_path / "cut") == metrics(folder)
     assert start_of(tmp_path / "cut") == start_of(folder)
+
+
+def test_a_run_that_goes_on_after_a_profiled_step_says_so_unless_there_is_a_trace(tmp_path):
+    (tmp_path / "profile").mkdir()
+    (tmp_path / "profile" / "step-000003.rank-0.json.gz").touch()
+    said = []
+    tell_missed([2, 3, 8], 7, tmp_path, said.append)
+    assert said == ["note: profile: step 2 is over, and has no trace; name later steps"]

@@ -17,7 +17,11 @@ from pipeline.data.rng import uniforms
 from pipeline.models.sampling_copy import SamplingCopy, Weights
 from pipeline.rollout.trajectory import Sampled
 
-PASS_TOKENS = 128  # cost of starting a forward pass, as a number of tokens with equal cost
+# Cost of starting a forward pass, as a number of tokens with equal cost. On a GPU, that is what the
+# GPU computes in the time (30 ms) in which Python starts the operations of a pass.
+PASS_TOKENS = 128
+FLOPS_OF_A_START = 10**13
+PASS_TOKENS_GPU = 1 << 14  # at most
 BLOCK = 256  # tokens of a block of a large vocabulary
 LARGE_VOCABULARY = 1 << 14  # minimum number of tokens from which on the sampling is by blocks
 Ids = tuple[int, ...]
@@ -31,16 +35,18 @@ def streams_of(conversations: Sequence[Any]) -> tuple[Keys, Positions]:
     return keys, np.array([conversation.num_sampled for conversation in conversations])
 
 
-def forward_passes(lengths: Sequence[int]) -> list[tuple[int, int]]:
+def forward_passes(lengths: Sequence[int], pass_tokens: int) -> list[tuple[int, int]]:
     """Split sequences into forward passes; return the (start, end) indices of each pass.
 
-    `lengths` must be in descending order. A split must save more than PASS_TOKENS padding tokens.
+    `lengths` must be in descending order. A split must save more than `pass_tokens` padding tokens.
     """
     cut = max(range(len(lengths)), key=lambda j: (len(lengths) - j) * (lengths[0] - lengths[j]))
-    if (len(lengths) - cut) * (lengths[0] - lengths[cut]) <= PASS_TOKENS:
+    if (len(lengths) - cut) * (lengths[0] - lengths[cut]) <= pass_tokens:
         return [(0, len(lengths))]
-    rest = forward_passes(lengths[cut:])
-    return forward_passes(lengths[:cut]) + [(cut + first, cut + last) for first, last in rest]
+    rest = forward_passes(lengths[cut:], pass_tokens)
+    return forward_passes(lengths[:cut], pass_tokens) + [
+        (cut + first, cut + last) for first, last in rest
+    ]
 
 
 def shared_prefixes(prompts: Sequence[Ids], at_least: int) -> list[Ids]:
@@ -100,14 +106,21 @@ def sample_tokens(
     numbers = torch.from_numpy(uniforms(keys, positions))
     if logprobs_BV.is_cuda:  # a copy from pinned memory does not synchronize with the GPU
         numbers = numbers.pin_memory().to(logprobs_BV.device, non_blocking=True)
+    return draw(logprobs_BV, numbers, top_k, top_p)
+
+
+def draw(
+    logprobs_BV: torch.Tensor, numbers_B: torch.Tensor, top_k: int, top_p: float
+) -> torch.Tensor:
+    """Return each row's token at its random number, [B] int64; see `sample_tokens`."""
     if top_k == 0 and top_p == 1.0:
         if logprobs_BV.shape[-1] >= LARGE_VOCABULARY:
-            return inverse_cdf_by_blocks(logprobs_BV, numbers)
-        return inverse_cdf(cumulative(logprobs_BV), numbers)
+            return inverse_cdf_by_blocks(logprobs_BV, numbers_B)
+        return inverse_cdf(cumulative(logprobs_BV), numbers_B)
     logprobs_BV = logprobs_BV.masked_fill(~kept(logprobs_BV, top_k, top_p), float("-inf"))
     # Excluded tokens get the cumulative value 0, so that rounding cannot select an excluded token.
     line = cumulative(logprobs_BV).masked_fill(logprobs_BV == float("-inf"), 0.0)
-    return (line > numbers[:, None] * line.amax(-1, keepdim=True)).int().argmax(-1)
+    return (line > numbers_B[:, None] * line.amax(-1, keepdim=True)).int().argmax(-1)
 
 
 def kept(logprobs_BV: torch.Tensor, top_k: int, top_p: float) -> torch.Tensor:
@@ -147,7 +160,7 @@ def inverse_cdf_by_blocks(logprobs_BV: torch.Tensor, numbers_B: torch.Tensor) ->
     """
     size = logprobs_BV.shape[-1]
     shares_BV = logprobs_BV.new_empty(len(logprobs_BV), -(-size // BLOCK) * BLOCK)
-    shares_BV[:, size:] = 0
+    shares_BV[:, size:].zero_()  # "= 0" would copy a number from the host
     torch.exp(logprobs_BV, out=shares_BV[:, :size])
     blocks = shares_BV.unflatten(-1, (-1, BLOCK))
     line = blocks.sum(-1).double().cumsum(-1)

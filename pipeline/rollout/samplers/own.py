@@ -21,15 +21,27 @@ from torch import nn
 from transformers import AttentionInterface
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from pipeline.common.console import say
 from pipeline.models.capabilities import widest
-from pipeline.models.rank_memory import LARGE, empty_caches
+from pipeline.models.rank_memory import (
+    KEPT,
+    LARGE,
+    empty_caches,
+    memory_of_rank,
+    num_cache_rows,
+)
 from pipeline.rollout.samplers.drawing import (
+    FLOPS_OF_A_START,
+    PASS_TOKENS,
+    PASS_TOKENS_GPU,
     Ids,
     ModelSampler,
+    draw,
     forward_passes,
     shared_prefixes,
     streams_of,
 )
+from pipeline.rollout.samplers.graphs import Batch, BlockDecoder, Graphs
 from pipeline.rollout.trajectory import Sampled
 
 # Minimum number of tokens of a common prefix that is computed only once. With few weights, or on a
@@ -38,12 +50,14 @@ MIN_PREFIX = 64
 FEW_WEIGHTS = 10**7
 MIN_PREFIX_OF_MORE = 16
 MIN_FILL = 0.85  # a batch is made smaller if at most this share of its rows is unfinished
-STEPS_PER_CHECK = 8  # number of tokens between two checks for complete messages, on a GPU
 MASK = 1 << 27  # maximum number of entries of an attention mask
 # Numbers of rows are rounded up to a multiple of ROWS, and lengths to a multiple of LENGTHS, so
 # that the rounding errors of a row seldom depend on the number of rows in the batch.
 ROWS = 4
 LENGTHS = 16
+PROBE = 64  # tokens whose log-probabilities fused layers and the model's own must agree on
+# The mean difference, as a share of the standard deviation over these tokens.
+CLOSE = {torch.float32: 1e-3, torch.bfloat16: 0.05}
 
 
 def attend_to_cache(
@@ -150,6 +164,18 @@ class RowCache(Cache):
         """Let the next forward pass allocate at least `number` rows."""
         self.num_rows = max(self.num_rows, -(-number // ROWS) * ROWS)
 
+    def allocate(self, rows: int, positions: int) -> None:
+        """Allocate at least so many rows and positions; what is large enough keeps its address."""
+        self.need_rows(rows)
+        self._need_positions(positions)
+        for layer in self.layers:
+            layer.grow()
+
+    def _need_positions(self, number: int) -> None:
+        if self.capacity < number:  # no sampler with `max_tokens` comes here
+            most = max(number, self.capacity + self.capacity // 4)
+            self.capacity = -(-most // LENGTHS) * LENGTHS
+
     def place(
         self, rows: torch.Tensor, positions_BT: torch.Tensor, end: int, first_rows: bool
     ) -> torch.Tensor:
@@ -162,8 +188,7 @@ class RowCache(Cache):
         self.positions = positions_BT
         self.first_rows = first_rows
         self.length = -(-end // LENGTHS) * LENGTHS
-        if self.capacity < self.length:  # no sampler with `max_tokens` comes here
-            self.capacity = max(self.length, self.capacity + self.capacity // 4)
+        self._need_positions(self.length)
         visible = torch.arange(self.length, device=positions_BT.device)
         hidden = (visible > positions_BT[:, :, None])[:, None]
         mask = torch.zeros(hidden.shape, dtype=self.dtype, device=hidden.device)
@@ -219,20 +244,57 @@ class RowSampler(ModelSampler):
     Conversations with equal tokens share a row of the cache, so that the model computes the tokens
     once. When conversations of a row sample different tokens, the row is copied. On a GPU, each
     conversation has its own row after the prompt, because a shared row needs a synchronization with
-    the CPU at each token.
+    the CPU at each token; `BlockDecoder` then samples the tokens.
     """
 
-    def _prepare(self) -> None:
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        super().__init__(*arguments, **named)
         self.model.set_attn_implementation("row_cache")
-        self.shares_rows = self.device.type != "cuda"
-        self.steps_per_check = 1 if self.shares_rows else STEPS_PER_CHECK
+        self._blocks: BlockDecoder | None = None
         self._slots: dict[int, Slot] = {}  # row: slot
         self._cache = RowCache(0, 0)
-        is_slow = self.shares_rows and self.model.num_parameters() > FEW_WEIGHTS
+        self._most_rows = 0  # of all caches of a GPU
+        self._must_free = False  # after a failure, which may be one of memory
+        self._pass_tokens = PASS_TOKENS
+        is_slow = self.model.num_parameters() > FEW_WEIGHTS
         self._min_prefix = MIN_PREFIX_OF_MORE if is_slow else MIN_PREFIX
         shape = self.model.config.get_text_config()
         heads = widest(shape, "num_attention_heads") or 1
         self._shared = heads // (widest(shape, "num_key_value_heads") or heads)
+        if self.device.type == "cuda":
+            self.decode_with(Graphs(self.device))
+
+    def decode_with(self, graphs: Any) -> None:
+        """Compute as on a GPU; `graphs` are CUDA's or, on a CPU, a stand-in's, or None."""
+        self._blocks = BlockDecoder(self, graphs, self.device)
+        cost = FLOPS_OF_A_START // (2 * self.model.num_parameters())
+        self._pass_tokens = min(PASS_TOKENS_GPU, cost)
+        self._min_prefix = MIN_PREFIX
+        probe = list(range(min(PROBE, len(self.model.get_input_embeddings().weight))))
+        expected = self.logprobs(probe)
+        self._copy.fuse()
+        assert self._copy.fused is not None
+        problem = ""
+        try:
+            gap = float((self.logprobs(probe) - expected).abs().mean())
+        except RuntimeError as error:
+            problem = f"they fail: {str(error).splitlines()[0]}"
+        else:
+            if not gap <= CLOSE[self._cache_dtype] * float(expected.std()):
+                problem = f"they differ from the model's by {gap:.2g} nats in the mean"
+        if problem:
+            self._copy.fused.release()
+            say(f"warning: sampling without fused layers, which takes longer: {problem}")
+
+    @property
+    def shares_rows(self) -> bool:
+        """Conversations with equal tokens share a row also after the prompt."""
+        return self._blocks is None
+
+    @property
+    def _cache_dtype(self) -> torch.dtype:
+        dtype: torch.dtype = self.model.get_input_embeddings().weight.dtype
+        return dtype
 
     @torch.no_grad()
     def open(
@@ -246,7 +308,8 @@ class RowSampler(ModelSampler):
             self._cache = self._new_cache(self.max_tokens or 2 * max(map(len, prompts)))
         if not self.shares_rows:
             held = sum(len(slot.members) for slot in self._slots.values())
-            self._cache.need_rows(held + len(lines))
+            self._most_rows = max(self._most_rows, num_cache_rows(held + len(lines)))
+            self._cache.need_rows(self._most_rows)
         # The last token of each prompt enters the cache only when `sample` is called.
         texts = [tuple(prompt[:-1]) for prompt in prompts]
         slots = {ids: self._new_slot(len(ids)) for ids in dict.fromkeys(texts)}
@@ -259,6 +322,7 @@ class RowSampler(ModelSampler):
         try:
             self._prefill({ids: slot.row for ids, slot in slots.items() if ids})
         except BaseException:
+            self._must_free = True
             for conversation in conversations:
                 self.close(conversation)
             raise
@@ -274,13 +338,33 @@ class RowSampler(ModelSampler):
             del self._slots[conversation.slot.row]
         if not self._slots:
             self._copy.unpack()
-        if not self._slots and (not self.shares_rows or self._cache.num_bytes > LARGE):
-            self._cache = RowCache(0, 0)  # the update and NCCL need the memory
-            empty_caches()
+            if self._must_free or self._cache.num_bytes > self._most_kept:
+                self._free()
+
+    @property
+    def _most_kept(self) -> float:
+        """The bytes that the cache may have without conversations; graphs need it where it is."""
+        return LARGE if self.shares_rows else KEPT * memory_of_rank()
+
+    def end(self) -> None:
+        """See `Sampler.end`. Fused layers and graphs know the model, which knows them."""
+        self._free()
+        self._blocks = None
+        if self._copy.fused is not None:
+            self._copy.fused.release()
+
+    def _free(self) -> None:
+        self._cache = RowCache(0, 0)  # the update and NCCL need the memory
+        if self._must_free:
+            self._most_rows = 0
+        self._must_free = False
+        if self._blocks is not None:
+            self._blocks.forget()
+        empty_caches()
 
     def _new_cache(self, capacity: int) -> RowCache:
-        dtype = self.model.get_input_embeddings().weight.dtype
-        return RowCache(self.model.config.get_text_config().num_hidden_layers, capacity, dtype)
+        layers = self.model.config.get_text_config().num_hidden_layers
+        return RowCache(layers, capacity, self._cache_dtype)
 
     def _new_slot(self, length: int) -> Slot:
         row = next(row for row in count() if row not in self._slots)
@@ -300,6 +384,17 @@ class RowSampler(ModelSampler):
         for conversation, room in zip(conversations, max_tokens, strict=True):
             conversation.room = room
         wanted = len(conversations) if until is None else min(until, len(conversations))
+        try:
+            self._complete(conversations, wanted, greedy)
+        except BaseException:
+            self._must_free = True
+            raise
+        return [self._message(e) if self._ended(e) else None for e in conversations]
+
+    def _complete(
+        self, conversations: Sequence[RowConversation], wanted: int, greedy: bool
+    ) -> None:
+        """Sample until `wanted` messages are complete."""
         if fresh := [conversation for conversation in conversations if not conversation.ids]:
             self._begin_messages(fresh, greedy)
         while True:
@@ -307,7 +402,7 @@ class RowSampler(ModelSampler):
                 conversation for conversation in conversations if not self._ended(conversation)
             ]
             if len(conversations) - len(going) >= wanted:
-                return [self._message(e) if self._ended(e) else None for e in conversations]
+                return
             self._decode(going, wanted - len(conversations) + len(going), greedy)
 
     def _ended(self, conversation: RowConversation) -> bool:
@@ -378,11 +473,10 @@ class RowSampler(ModelSampler):
         row have sampled different tokens. Every conversation must have exactly one pending token.
         """
         slots = self._compact_slots(self._split(conversations))
+        if self._blocks is not None:
+            return self._decode_blocks(self._blocks, slots, wanted, greedy)
         members, index = members_of(slots)
-        # Extra rows pad the batch to a multiple of ROWS; cached tokens of extra rows do not change.
-        held = [0] * (-(-len(slots) // ROWS) * ROWS)
-        for row in self._slots.keys() & range(len(held)):
-            held[row] = self._slots[row].length
+        held = self._held(-(-len(slots) // ROWS) * ROWS)
         first = np.flatnonzero(np.diff(index, prepend=-1))  # index of each slot's first member
         tokens = torch.zeros((len(held), 1), dtype=torch.int64)
         tokens[: len(slots), 0] = torch.tensor([slot.members[0].pending[0] for slot in slots])
@@ -402,6 +496,7 @@ class RowSampler(ModelSampler):
             end = min(max(held) + step, most)
             hidden = self._forward(rows, tokens, positions, end, True)[:, 0]
             self.num_tokens += len(slots)
+            self.num_padded_tokens += len(held)
             logprobs_BV = self._logprobs(hidden)
             # A copy of all values takes long, and most rows have one conversation.
             is_whole = len(members) == len(slots)
@@ -410,13 +505,9 @@ class RowSampler(ModelSampler):
             chosen.append(logprobs_BV.gather(-1, sampled[-1][:, None]))
             tokens[: len(slots), 0] = sampled[-1][first_B]
             positions = (positions + 1).clamp_(max=last)
-            if step % self.steps_per_check and step < left.max():
-                continue
-            checked = step - 1 - (step - 1) % self.steps_per_check
-            new = torch.stack(sampled[checked:]).cpu().numpy()
-            for number, ids in enumerate(new, checked + 1):
-                ends = (ids[:, None] == self.stops).any(1) | (number >= left)
-                lengths[ends & (lengths == 0)] = number
+            ids = sampled[-1].numpy()
+            ends = (ids[:, None] == self.stops).any(1) | (step >= left)
+            lengths[ends & (lengths == 0)] = step
             goes_on = lengths == 0
             differs = (ids != ids[first][index]) | (goes_on != goes_on[first][index])
             if (differs & (goes_on | goes_on[first][index])).any():
@@ -428,10 +519,58 @@ class RowSampler(ModelSampler):
         lengths[lengths == 0] = step
         for slot, length in zip(slots, lengths[first].tolist(), strict=True):
             slot.length += length
-        ids = torch.stack(sampled, 1).cpu().numpy()
-        logprobs = torch.cat(chosen, 1).cpu().numpy()
+        ids = torch.stack(sampled, 1).numpy()
+        logprobs = torch.cat(chosen, 1).numpy()
         for conversation, length, *lines in zip(members, lengths, ids, logprobs, strict=True):
             conversation.append(*(line[:length].tolist() for line in lines))
+
+    def _held(self, num_rows: int) -> list[int]:
+        """Return the number of tokens in each of the first rows.
+
+        Rows that do not sample pad a batch; their tokens in the cache do not change.
+        """
+        held = [0] * num_rows
+        for row in self._slots.keys() & range(num_rows):
+            held[row] = self._slots[row].length
+        return held
+
+    def _decode_blocks(
+        self, blocks: BlockDecoder, slots: Sequence[Slot], wanted: int, greedy: bool
+    ) -> None:
+        """Do the same as `_decode` with one conversation in each slot."""
+        members = [slot.members[0] for slot in slots]
+        keys, used = streams_of(members)
+        batch = Batch(
+            tokens=[conversation.pending[0] for conversation in members],
+            held=np.array(self._held(num_cache_rows(len(slots)))),
+            left=np.array([e.room - len(e.ids) for e in members]),
+            keys=keys,
+            used=used,
+        )
+        self._cache.allocate(len(batch.held), batch.last + 1)
+        decoded = blocks.decode(batch, wanted, self.stops, self._cache.capacity, greedy)
+        num_steps = decoded.ids.shape[1]
+        self.num_tokens += num_steps * len(slots)
+        self.num_padded_tokens += num_steps * len(batch.held)
+        for slot, ids, logprobs, length in zip(slots, *decoded, strict=True):
+            slot.length += length
+            slot.members[0].append(ids[:length].tolist(), logprobs[:length].tolist())
+
+    def next_logprobs(
+        self, rows_B: torch.Tensor, tokens_B1: torch.Tensor, positions_B1: torch.Tensor, length: int
+    ) -> torch.Tensor:
+        """See `graphs.Policy`."""
+        return self._logprobs(self._forward(rows_B, tokens_B1, positions_B1, length, True)[:, 0])
+
+    def draw(self, logprobs_BV: torch.Tensor, numbers_B: torch.Tensor) -> torch.Tensor:
+        """See `graphs.Policy`."""
+        return draw(logprobs_BV, numbers_B, self.top_k, self.top_p)
+
+    def fixed(self) -> list[torch.Tensor]:
+        """See `graphs.Policy`."""
+        cached = [x for layer in self._cache.layers for x in (layer.keys, layer.values)]
+        signs = self._copy.fused.signs if self._copy.fused is not None else []
+        return [*cached, *self.model.parameters(), *self.model.buffers(), *signs]
 
     def _compact_slots(self, wanted: Sequence[Slot]) -> list[Slot]:
         """Move the slots `wanted` to the first rows; return these slots, sorted by row."""
@@ -455,6 +594,8 @@ class RowSampler(ModelSampler):
         for prefix in shared_prefixes(list(rows), self._min_prefix):
             size = len(prefix)
             alike = [p for p in rows if p[:size] == prefix and begins[p] < size]
+            if not self.shares_rows and size * (len(alike) - 1) <= self._pass_tokens:
+                continue
             first, *others = [rows[prompt] for prompt in alike]
             self._feed([first], [list(prefix)], [0])
             self._cache.copy_rows([first] * len(others), others, size)
@@ -473,7 +614,7 @@ class RowSampler(ModelSampler):
         states = [torch.empty(0)] * len(rows)
         lengths = [len(ids) for ids in tokens]
         order = sorted(range(len(rows)), key=lambda i: -lengths[i])
-        for first, last in forward_passes([lengths[i] for i in order]):
+        for first, last in forward_passes([lengths[i] for i in order], self._pass_tokens):
             batch = sorted(order[first:last])
             longest = lengths[order[first]]
             padded = torch.tensor([tokens[i] + [0] * (longest - lengths[i]) for i in batch])
@@ -495,6 +636,7 @@ class RowSampler(ModelSampler):
                     if 0 <= (at := lengths[i] - 1 - begin_of) < size:
                         states[i] = hidden_BT[row, at]
             self.num_tokens += sum(lengths[i] for i in batch)
+            self.num_padded_tokens += len(batch) * longest
         return torch.stack(states)
 
     def _forward(
@@ -506,7 +648,6 @@ class RowSampler(ModelSampler):
         first_rows: bool,
     ) -> torch.Tensor:
         """Return hidden states [B, T, H] of tokens at the given rows and positions of the cache."""
-        self.num_padded_tokens += tokens_BT.numel()
         hidden_BT: torch.Tensor = self.model.get_decoder()(
             input_ids=tokens_BT,
             attention_mask=self._cache.place(rows, positions_BT, end, first_rows),
@@ -518,12 +659,11 @@ class RowSampler(ModelSampler):
 
     def _hidden(self, ids_T: torch.Tensor) -> torch.Tensor:
         cache = self._cache
-        count = self.num_padded_tokens
         length = len(ids_T)
         self._cache = self._new_cache(length)
         self._cache.num_rows = 1
         positions_BT = torch.arange(length, device=self.device)[None]
-        hidden_BT = self._forward(positions_BT[0, :1], ids_T[None], positions_BT, length, True)
-        self._cache = cache
-        self.num_padded_tokens = count
-        return hidden_BT[0]
+        try:
+            return self._forward(positions_BT[0, :1], ids_T[None], positions_BT, length, True)[0]
+        finally:
+            self._cache = cache
