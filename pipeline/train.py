@@ -471,9 +471,9 @@ def main(
     `open_run` has the signature of `pipeline.run_state.open_run`; `end` is called after training.
     """
     config, lines = fitted(config)
-    refuse_missing(config.rollout.sampler_facts)
     accelerator, ranks = connect(config)
     with Watchdog(ranks, config.run.timeout) as watchdog:
+        refuse_missing(config.rollout.sampler_facts)
         try:
             folder = share_folder(config, ranks)
             parts = check_and_prepare(config, ranks)

@@ -35,6 +35,8 @@ _forking = threading.local()
 
 MAX_CPU_S = 10.0
 MAX_WAIT_S = 120.0  # for a child that waits for a lock of another thread, which it has not
+MAX_START_S = 5.0  # until a child runs
+STARTED = "\n"  # what a child writes first
 MAX_BYTES = 512 << 20  # of memory, beyond what the process has before the rehearsal
 _TOO_MUCH_MEMORY = 3  # exit code of a child
 
@@ -101,19 +103,13 @@ def rehearse(what: str, call: Callable[[], Any], remedy: str) -> None:
     exceptions, and a call that only waits, are left to the call itself, which follows in this
     process.
     """
-    read_end, write_end = os.pipe()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12: this process has threads
-        pid = os.fork()
-    if pid == 0:
-        _rehearse_here(call, write_end)
-    os.close(write_end)
+    pid, read_end = _started(call)
     try:
         with open(read_end, encoding="utf-8") as pipe:
             if not select.select([pipe], [], [], MAX_WAIT_S)[0]:
                 os.kill(pid, signal.SIGKILL)
                 return
-            problem = pipe.read()
+            problem = pipe.read().removeprefix(STARTED)
     except BaseException:
         os.kill(pid, signal.SIGKILL)
         raise
@@ -129,10 +125,36 @@ def rehearse(what: str, call: Callable[[], Any], remedy: str) -> None:
         raise UserError(problem)
 
 
+def _started(call: Callable[[], Any]) -> tuple[int, int]:
+    """Fork a child that makes the call; return its number and the end of its pipe.
+
+    In Python 3.11, a child never starts if a thread that Python has not made, such as one of a
+    collective, held a lock of the interpreter at the fork. Another child then takes its place.
+    """
+    for last in (False, False, True):
+        read_end, write_end = os.pipe()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12: there are threads
+            pid = os.fork()
+        if pid == 0:
+            _rehearse_here(call, write_end)
+        os.close(write_end)
+        if select.select([read_end], [], [], MAX_START_S)[0]:
+            os.read(read_end, len(STARTED))
+            break
+        if last:  # as a call that only waits
+            break
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        os.close(read_end)
+    return pid, read_end
+
+
 def _rehearse_here(call: Callable[[], Any], write_end: int) -> None:
     code = _TOO_MUCH_MEMORY
     try:
         end_with_the_parent()
+        os.write(write_end, STARTED.encode())
         _limit()
         with open(os.devnull, "w") as silence:  # the call itself will say what it has to say
             sys.stdout = sys.stderr = silence

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal, NoReturn, get_args, get_origin
 
 import yaml
+from pydantic import BaseModel
 
 from pipeline.common.console import command
 from pipeline.common.errors import UserError, nearest
@@ -161,8 +162,13 @@ def _text(value: Any) -> str:
     if isinstance(value, list):
         return ",".join(map(str, value)) or "none"
     if value is None or isinstance(value, bool | dict):
-        return json.dumps(value, ensure_ascii=False)
+        return json.dumps(value, ensure_ascii=False, default=_in_json)
     return str(value)
+
+
+def _in_json(value: Any) -> Any:
+    """Return a domain's factory, or another value of YAML such as a date, in JSON."""
+    return value.model_dump(mode="json") if isinstance(value, BaseModel) else str(value)
 
 
 def _value(text: str | bool, annotation: Any, flag: str) -> Any:

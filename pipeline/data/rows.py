@@ -136,7 +136,7 @@ class JsonLines:
                     line = file.read(size)
                     if zlib.crc32(line) != checksum:
                         raise UserError(f"{self.name}: {CHANGED}")
-                    yield json.loads(line)
+                    yield json.loads(line.decode().removeprefix("\ufeff").strip())
         except OSError:
             raise UserError(f"{self.name}: {CHANGED}") from None
 
@@ -196,7 +196,9 @@ class DatasetRows:
         if self._file_versions() != self._versions:
             raise UserError(f"{self.name}: {CHANGED}")
         for first in range(0, len(indices), ROWS_AT_ONCE):
-            columns = self._dataset[list(indices[first : first + ROWS_AT_ONCE])]
+            chunk = indices[first : first + ROWS_AT_ONCE]
+            is_whole = list(chunk) == list(range(chunk[0], chunk[-1] + 1))  # ten times as fast
+            columns = self._dataset[slice(chunk[0], chunk[-1] + 1) if is_whole else list(chunk)]
             for values in zip(*columns.values(), strict=True):
                 row = dict(zip(columns, values, strict=True))
                 yield row | {name: _without_nulls(row[name]) for name in self._typed}

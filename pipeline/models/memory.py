@@ -111,8 +111,7 @@ class Memory:
         cached = _cached_per_token(self.shape) * self.shape.num_hidden_layers * size
         held_rows = num_cache_rows(rows) if self._has_own_cache(config) else rows
         cache = float(cached * held_rows * config.rollout.max_tokens)
-        # On a GPU, the weights of the own sampler keep their address.
-        has_copy = size < held or not is_whole or (self.has_gpu and not config.model.use_peft)
+        has_copy = size < held or not is_whole
         if share := config.rollout.sampler_facts.memory:  # on a GPU, it also holds weights
             have = self.have if self.has_gpu else memory_of_rank()
             cache = getattr(config.rollout, share) * have
@@ -154,14 +153,17 @@ class Memory:
         Both count if a GPU keeps the cache for the next rollout.
         """
         terms = self.terms(config)
-        is_kept = self._has_own_cache(config) and terms[CACHE] <= KEPT * self.have
-        freed = 0.0 if is_kept else min(terms[CACHE], terms.get(ACTIVATIONS, 0.0))
-        return sum(terms.values()) - freed
+        freed = min(terms[CACHE], terms.get(ACTIVATIONS, 0.0))
+        return sum(terms.values()) - freed * (not self._keeps_cache(config))
 
     def _has_own_cache(self, config: Config | None) -> bool:
         """Return True if the own sampler, or perhaps it, keeps a cache on a GPU."""
         sampler = (config or self.config).rollout.sampler
         return self.has_gpu and sampler in ("auto", "own")
+
+    def _keeps_cache(self, config: Config | None = None) -> bool:
+        """Return True if the cache stays during the update, for the graphs of the next rollout."""
+        return self._has_own_cache(config) and self.terms(config)[CACHE] <= KEPT * self.have
 
     def lower_episodes(self) -> list[str]:
         """Let as many episodes at once play as fit; return a note if these are fewer than asked.
@@ -182,11 +184,12 @@ class Memory:
         need = self.need()
         if need > self.have:
             terms = " + ".join(f"{name} {size / GIB:.1f}" for name, size in self.terms().items())
+            larger = "" if self._keeps_cache() else "; of cache and activations the larger"
             raise UserError(
-                f"memory: each rank needs {need / GIB:.1f} GiB ({terms}; of cache and activations "
-                f"the larger) and has {self.have / GIB:.1f}; lower max_tokens or "
-                "max_tokens_per_microbatch, set use_peft or shard full, or take a smaller "
-                f"model or {'larger GPUs' if self.has_gpu else 'fewer ranks'}"
+                f"memory: each rank needs {need / GIB:.1f} GiB ({terms}{larger}) and has "
+                f"{self.have / GIB:.1f}; lower max_tokens or max_tokens_per_microbatch, set "
+                "use_peft or shard full, or take a smaller model or "
+                f"{'larger GPUs' if self.has_gpu else 'fewer ranks'}"
                 f"{'' if self.is_here or self.has_gpu else '; for GPUs, give mixed_precision bf16'}"
             )
 
@@ -200,10 +203,11 @@ class Memory:
         most = self.most("max_concurrent_episodes", all_episodes)
         where = "on a GPU of another machine" if self._is_away else "here"
         fits = "fits" if need <= self.have else "does not fit: a run would be refused"
+        added = "sum" if self._keeps_cache() else "sum, with the larger of the last two"
         return [
             "memory per rank, estimated, in GiB",
             *(f"  {name:<34}{size / GIB:>12.2f}" for name, size in self.terms().items()),
-            f"  {'sum, with the larger of the last two':<34}{need / GIB:>12.2f}",
+            f"  {added:<34}{need / GIB:>12.2f}",
             f"  of {self.have / GIB:.1f} GiB that a rank has {where}: {fits}",
             f"  so much fits: max_tokens {longest:,} with {episodes:,} episodes at once, or "
             f"{most:,} of {all_episodes:,} episodes at once with max_tokens {limits.max_tokens:,}",

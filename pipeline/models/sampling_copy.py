@@ -56,12 +56,14 @@ class SamplingCopy:
             for p in model.parameters()
             if not (adapted and p.requires_grad)
         }
+        self._original = {parameter.data_ptr() for parameter in model.parameters()}
         whole = copy.deepcopy(model, shared)
         self.model: Any = lora.base_model(whole).requires_grad_(False).eval()
         self._adapters = lora.adapters_of(whole) if adapted else None
         self._packed: PackedWeights | None = None
         self._packs = False
         self.fused: FusedLayers | None = None
+        self._owns = False  # shares no weight with the original, which `fuse` finds out
 
     def cast(self, dtype: torch.dtype) -> None:
         """Convert parameters that are not adapters to `dtype`; `load` then converts new weights."""
@@ -72,15 +74,15 @@ class SamplingCopy:
 
     @torch.no_grad()
     def fuse(self) -> None:
-        """Compute in fewer operations, and keep the address of every weight, as CUDA graphs need.
+        """Compute in fewer operations; weights that the copy does not share then move for once.
 
-        The copy then shares no weight that `load` changes with the original model.
+        Weights keep their address from then on, as CUDA graphs need, unless `load` gets weights in
+        a type that the copy shares at another address.
         """
         self._packs = False
-        if self._adapters is None:
-            for parameter in self.model.parameters():
-                parameter.data = parameter.data.clone()
-        self.fused = FusedLayers(self.model, joins=self._adapters is None)
+        addresses = {parameter.data_ptr() for parameter in self.model.parameters()}
+        self._owns = self._adapters is None and addresses.isdisjoint(self._original)
+        self.fused = FusedLayers(self.model, joins=self._owns)
 
     def pack(self) -> None:
         """Copy large weights on a CPU so that sampling is faster, until `unpack`."""
@@ -106,7 +108,7 @@ class SamplingCopy:
         for name, tensor in complete(weights, shapes):
             own = own_weights[name]
             is_alike = (own.dtype, own.device) == (tensor.dtype, tensor.device)
-            if is_alike and self._adapters is None and self.fused is None:
+            if is_alike and self._adapters is None and not self._owns:
                 own.data = tensor.detach()
             else:
                 own.copy_(tensor)

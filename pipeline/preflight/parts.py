@@ -86,7 +86,6 @@ def prepare(config: Config, with_tiny_tokenizer: bool = False, clock: str | None
     checkpoint = next((path for path in resumed if not problem(path)), None)
     if config.run.push_to_hub and config.grpo.use_grpo:
         check_upload(str(config.run.hub_model_id))
-    rewards = load_reward_functions(config)
     domains = load_domains(config)
     demonstrations = warm_start_demonstrations(config, domains)
     words = domains.values()
@@ -96,6 +95,7 @@ def prepare(config: Config, with_tiny_tokenizer: bool = False, clock: str | None
         settings = tokenizer_settings(config, checkpoint)
     tokenizer = load_tokenizer(settings, words)
     chat = load_chat(config.model, tokenizer, domains, checkpoint, clock)
+    rewards = load_reward_functions(config)
     tasks = tasks_of_run(config, domains, callables_of(rewards), long_prompts(config, chat))
     stages = stages_of(config, tasks)
     held_out = {name: sets.held_out for name, sets in tasks.items()}

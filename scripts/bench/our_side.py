@@ -28,6 +28,7 @@ from pipeline.distributed import ranks as collectives
 from pipeline.distributed.connect import connect
 from pipeline.distributed.watchdog import Watchdog
 from pipeline.preflight.check import check_and_prepare
+from pipeline.rollout.samplers import graphs
 from pipeline.rollout.trajectory import EpisodeRecord, Trajectory
 from pipeline.run_state import Run, open_run
 from pipeline.training.collect import RolloutBatch, collect_rollouts, give_advantages
@@ -45,10 +46,14 @@ class Scripted:
     def __init__(self, sampler: Any, scripts: Mapping[tuple[int, ...], list[list[int]]]) -> None:
         self._open = sampler.open
         self._sample_tokens = sampler.sample_tokens
+        self._draw = sampler.draw
         self._scripts = scripts
         self._said: dict[int, list[int]] = {}  # keys: random-number keys of episodes
         sampler.open = self.open
         sampler.sample_tokens = self.sample_tokens
+        if not sampler.shares_rows:  # on a GPU, tokens take the place of random numbers
+            sampler.draw = self.draw
+            graphs.uniforms = self.given  # type: ignore[assignment]
 
     def open(
         self, prompts: Sequence[list[int]], keys: Sequence[int], num_drawn: Sequence[int] = ()
@@ -66,9 +71,15 @@ class Scripted:
 
     def sample_tokens(self, logprobs_BV: Any, keys: Any, positions: Any, greedy: bool) -> Any:
         picked = torch.as_tensor(self._sample_tokens(logprobs_BV, keys, positions, greedy))
+        return torch.as_tensor(self.given(keys, positions)).to(picked)
+
+    def given(self, keys: Any, positions: Any) -> Any:
+        """The given tokens at positions in the streams with these keys; the arrays broadcast."""
         columns = np.minimum(np.asarray(positions), self._tokens.shape[1] - 1)
-        tokens = self._tokens[np.searchsorted(self._keys, np.asarray(keys)), columns]
-        return torch.as_tensor(tokens).to(picked)
+        return self._tokens[np.searchsorted(self._keys, np.asarray(keys)), columns]
+
+    def draw(self, logprobs_BV: Any, numbers_B: Any) -> Any:
+        return self._draw(logprobs_BV, numbers_B) * 0 + numbers_B.long()
 
 
 def main(work: Work, gate: Gate) -> None:

@@ -279,7 +279,8 @@ def kill(kind: str, launcher: int, tally: Tally, random: Random) -> None:
     killed_at = time.perf_counter()
     tally.kills[kind] += 1
     for left in still_alive(processes, LIMIT_S):
-        tally.faults.append(f"{kind}: process {left.pid} is alive after {LIMIT_S:.0f} s")
+        what = " ".join(left.cmdline())[-200:]
+        tally.faults.append(f"{kind}: process {left.pid} is alive after {LIMIT_S:.0f} s: {what}")
         left.kill()
     tally.end_s.setdefault(kind, []).append(time.perf_counter() - killed_at)
 

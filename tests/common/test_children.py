@@ -52,6 +52,17 @@ def test_a_call_that_passes_a_limit_is_refused_in_one_line(call, said):
     assert line.startswith(said if call is refuse else f"its table {said}")
 
 
+def test_a_child_that_never_starts_is_replaced(monkeypatch, tmp_path):
+    def start() -> None:
+        if not (first := tmp_path / "first").exists():
+            first.touch()
+            time.sleep(600)
+
+    monkeypatch.setattr(children, "end_with_the_parent", start)
+    monkeypatch.setattr(children, "MAX_START_S", 0.5)
+    assert refusal(rehearse, "its table", refuse, "mend it") == "no: such ? file"
+
+
 def test_a_rehearsal_changes_and_says_nothing_here(capfd):
     seen = []
 

@@ -1,5 +1,6 @@
 """Settings: recipes and flags fill one tree, and every mistake is refused in one line."""
 
+import datetime
 import json
 import re
 from pathlib import Path
@@ -7,7 +8,7 @@ from pathlib import Path
 import pytest
 from trl import GRPOConfig
 
-from pipeline.config.cli import flag, flags_of, parse
+from pipeline.config.cli import build_parser, flag, flags_of, parse
 from pipeline.config.recipe import SETTINGS, dump, full_name, instead, load_recipe, trl_names
 from pipeline.config.rules import CONTRADICTIONS, WITHOUT_EFFECT, without_effect
 from pipeline.config.settings import Config, GRPOSettings
@@ -533,3 +534,10 @@ def test_task_files_are_named_by_domain():
         ("a.jsonl", ("--tasks: got 'a.jsonl'", "a valid dictionary")),
     ):
         says(refusal(parse, [*own, "--tasks", value]), *words)
+
+
+def test_help_shows_an_environment_with_arguments_as_its_flag_takes_it():
+    factory = {"factory": "desk:Desk", "arguments": {"since": datetime.date(2026, 1, 2)}}
+    config = Config.model_validate({"data": {"environments": {"desk": factory}}})
+    found = " ".join(build_parser(config).format_help().split())
+    assert '{"desk": {"factory": "desk:Desk", "arguments": {"since": "2026-01-02"}}}' in found

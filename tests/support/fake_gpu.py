@@ -246,7 +246,9 @@ def operations_of(
     with fake_gpu(guard, token=1, end=2) as gpu:
         with DEVICE:
             name = model_class.get(kind, f"{kind}ForCausalLM")
-            model = getattr(transformers, name)._from_config(config, dtype=torch.bfloat16)
+            # As in training: LoRA's base is bf16 and shared, other weights are the sampler's own.
+            dtype = torch.bfloat16 if use_peft else torch.float32
+            model = getattr(transformers, name)._from_config(config, dtype=dtype)
             model = (
                 lora.attach(model, Config().model, "base", 0, torch.bfloat16) if use_peft else model
             )

@@ -56,7 +56,8 @@ class Graphs:
 
         Raises RuntimeError if the host would wait for the GPU.
         """
-        # A capture that fails may leave the allocator unusable, so waits are found before.
+        # A capture that fails may leave the allocator unusable, so waits are found before. The mode
+        # holds for all threads, so another thread that waits for the GPU now fails, too.
         mode = torch.cuda.get_sync_debug_mode()
         torch.cuda.set_sync_debug_mode("error")
         try:
@@ -163,6 +164,7 @@ class BlockDecoder:
         self._buffers = dict[int, Buffers]()  # by number of rows
         self._replays = dict[tuple[int, int, bool], Function]()  # by rows, length and greedy
         self._addresses = list[Any]()
+        self.num_graphs = 0  # that were proven right
 
     def decode(
         self, batch: Batch, wanted: int, stops: NDArray[np.int64], capacity: int, greedy: bool
@@ -288,6 +290,7 @@ class BlockDecoder:
             what = f"{len(buffers.rows)} rows of {length} tokens"
             say(f"warning: the CUDA graph of {what} samples other tokens than the model; not used")
             return step
+        self.num_graphs += 1
         return replay
 
     def _step(self, buffers: Buffers, length: int, greedy: bool) -> None:

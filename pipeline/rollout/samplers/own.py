@@ -22,11 +22,13 @@ from transformers import AttentionInterface
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from pipeline.common.console import say
+from pipeline.common.untrusted import reason_of
 from pipeline.models.capabilities import widest
 from pipeline.models.rank_memory import (
     KEPT,
     LARGE,
     empty_caches,
+    is_out_of_memory,
     memory_of_rank,
     num_cache_rows,
 )
@@ -277,8 +279,10 @@ class RowSampler(ModelSampler):
         problem = ""
         try:
             gap = float((self.logprobs(probe) - expected).abs().mean())
-        except RuntimeError as error:
-            problem = f"they fail: {str(error).splitlines()[0]}"
+        except Exception as error:  # of a layer that looks like a known one
+            if is_out_of_memory(error):
+                raise
+            problem = f"they fail: {reason_of(error)}"
         else:
             if not gap <= CLOSE[self._cache_dtype] * float(expected.std()):
                 problem = f"they differ from the model's by {gap:.2g} nats in the mean"
