@@ -144,7 +144,10 @@ def test_the_cache_has_the_bytes_of_the_table_and_tokens_wait_for_nothing(guard,
         ("GPT-2", True, {}, 400),
         *(
             pytest.param(family, False, {}, 400, marks=pytest.mark.proof)
-            for family in ("Mistral", "Qwen2", "Phi3", "SmolLM3", "Granite", "GPT-2", "Gemma3")
+            for family in (
+                *("Mistral", "Qwen2", "Phi3", "SmolLM3", "Granite", "GPT-2", "Gemma3"),
+                *("Qwen3-MoE", "Mixtral", "Laguna"),
+            )
         ),
     ],
 )

@@ -27,7 +27,12 @@ SCRIPTS = {  # arguments, and the least and the greatest value of figures
     "bench/gpu": (
         ["--parts", "exchange", "logprobs", "loss", "graph", "update", "sampling", "domains"],
         {
-            **{"replayed_equal": (1, 1), "passes": (1, 10), "step_sample_s": POSITIVE},
+            **{
+                "equal_CPU": (1, 1),
+                "gap_Python": (0, 0),
+                "passes": (1, 10),
+                "step_sample_s": POSITIVE,
+            },
             **{"logprobs_mean": (0, 1e-5), "loss_gap": (0, 0), "update_tokens_per_s": POSITIVE},
             "sampling_of_bound": (1e-9, 1),
         },

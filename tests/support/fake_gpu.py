@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from subprocess import run
+from types import SimpleNamespace
 from typing import Any
 from weakref import finalize
 
@@ -208,6 +209,9 @@ def fake_gpu(guard: str, token: int = 0, end: int = 0) -> Iterator[FakeGPU]:
     torch.cuda.amp.common.amp_definitely_not_available = lambda: False
     prefix_tree.causal_lower_right = lambda *_: None
     torch.cuda.is_bf16_supported = lambda *_, **__: True
+    # Experts are multiplied together on an H100, whose compute capability is 9.0.
+    properties = SimpleNamespace(total_memory=80 << 30, major=9, minor=0)
+    torch.cuda.get_device_properties = lambda *_: properties
     with FakeTensorMode(allow_non_fake_inputs=True), gpu, _Host(gpu):
         yield gpu
 
@@ -221,6 +225,7 @@ SMOLLM2 = {**SHAPE, "vocab_size": 49152, "hidden_size": 576, "intermediate_size"
 SMOLLM2 |= {"num_hidden_layers": 30, "num_attention_heads": 9, "num_key_value_heads": 3}
 QWEN3 = {**SHAPE, **SHAPES["Qwen/Qwen3-0.6B"]}
 WINDOW = {"sliding_window": 4096, "layer_types": ["sliding_attention", "full_attention"]}
+EXPERTS = {"head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 FAMILIES = {
     "SmolLM2-135M": ("Llama", SMOLLM2),
     "Qwen3-0.6B": ("Qwen3", QWEN3),
@@ -232,6 +237,9 @@ FAMILIES = {
     "GPT-2": ("GPT2", SHAPE),
     "Gemma3": ("Gemma3Text", {**SHAPE, **WINDOW, "head_dim": 16}),
     "Falcon": ("Falcon", SHAPE),
+    "Qwen3-MoE": ("Qwen3Moe", {**SHAPE, **EXPERTS}),
+    "Mixtral": ("Mixtral", SHAPE),
+    "Laguna": ("Laguna", {**SHAPE, **EXPERTS}),
 }
 
 
