@@ -50,7 +50,7 @@ from pipeline.models.chat.text import (
     values_are_text,
 )
 
-MAX_CACHED = 1 << 11  # results; one of 8,000 tokens takes 300 kB, but most are of a reply
+MAX_CACHED = 1 << 13  # results; a prompt of 8,000 tokens takes 300 kB, but most are replies
 MAX_RENDERED = 10_000_000  # largest number of characters that a chat template may write
 MAX_ROLES = 8  # most roles of a conversation that a message names
 Tools = Sequence[dict[str, Any]]  # JSON schemas
