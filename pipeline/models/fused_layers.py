@@ -140,6 +140,7 @@ def _attention(
     module: Any,
     inputs: Product,
     output: Product,
+    *,
     hidden_states: torch.Tensor,
     position_embeddings: Rotary,
     attention_mask: torch.Tensor | None,

@@ -242,7 +242,7 @@ class ModelSampler:
         return logprobs_TV.gather(-1, ids_T[1:, None])[:, 0].cpu()
 
     def rest(self) -> None:
-        """See `Sampler.rest`. The cache is already free when no conversation is open."""
+        """See `Sampler.rest`. With the last conversation, all but a small cache is already free."""
 
     def end(self) -> None:
         """See `Sampler.end`."""
