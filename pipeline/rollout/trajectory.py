@@ -78,6 +78,7 @@ class Trajectory(EpisodeRecord):
     difference: dict[str, list[str]] = field(default_factory=dict)  # {name: [actual, expected]}
     # The other conversations of an episode that a user's own loop has played.
     further: list["Trajectory"] = field(default_factory=list)
+    begun_by: str = ""  # why this sequence began, if it is not the first one of its episode
 
     def __post_init__(self) -> None:
         sizes = {len(self.completion_ids), len(self.loss_mask), len(self.logprobs)}
