@@ -217,6 +217,12 @@ class _EnvironmentLoop:
 environment_loop = _EnvironmentLoop()
 
 
+def is_async(function: Callable[..., Any]) -> bool:
+    """Return whether a function, or an object that can be called, is async."""
+    call = getattr(function, "__call__", None)  # noqa: B004
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call)
+
+
 async def awaited(value: Any) -> Any:
     """Return `value`, or the awaited result if `value` is awaitable.
 
@@ -298,6 +304,10 @@ def _in_thread(call: Callable[[], Value]) -> Future[Value]:
     def run() -> None:
         try:
             future.set_result(call())
+        except StopIteration as error:  # which no future of asyncio takes
+            future.set_exception(
+                RuntimeError(f"it raised {error!r}").with_traceback(error.__traceback__)
+            )
         except BaseException as error:
             future.set_exception(error)
 

@@ -14,12 +14,13 @@ shares of the training draws by task family; the other families share the rest i
 their numbers of tasks.
 
 Instead of a class, the setting may name a function that returns environments or a whole
-`Domain`, or a loop, which plays the episodes itself (`Play`).
+`Domain`, or a loop, which plays the episodes itself (`Play`). A function that is not async is a
+loop if its first parameters are called policy and task.
 """
 
 import inspect
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice
@@ -33,7 +34,7 @@ from pipeline.config.settings import Config, EnvironmentFactory
 from pipeline.data.curriculum import TINY
 from pipeline.data.rows import row_problem
 from pipeline.data.tasks import Message, Task
-from pipeline.environments.calls import guarded
+from pipeline.environments.calls import guarded, is_async
 from pipeline.environments.discovery import (
     MAX_ITEMS,
     raw_call,
@@ -48,13 +49,15 @@ from pipeline.environments.single_turn import SingleTurnEnvironment
 from pipeline.environments.tools import RandomState, writable
 
 GenerateTasks = Callable[[int, int, str, str], list[Task]]  # arguments: seed, n, split, difficulty
-# Plays an episode and returns its reward. Arguments: the policy (`rollout/own_loop.py`), the task.
-Play = Callable[[Any, Task], Coroutine[Any, Any, float]]
+# Plays an episode, async or not; arguments: the policy (`rollout/own_loop.py`) and the task.
+# Returns the reward, or what others score: a text or None.
+Play = Callable[[Any, Task], Any]
 Call: TypeAlias = tuple[str, dict[str, Any]]  # a tool and its arguments
 # Returns calls and texts of messages, by the name of a policy.
 Baselines = Callable[[Task], Mapping[str, Sequence[Call | str]]]
 
-LOOP = "a loop of your own is `async def play(policy, task)`, which returns the reward"
+LOOP = "a loop of your own is `async def play(policy, task)` or `def play(policy, task)`"
+LOOP += ", with these names"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,7 +175,7 @@ def _load(name: str, setting: EnvironmentFactory, config: Config) -> Domain:
     where = f"environments: {name}{origin}: got {setting.factory!r}"
     module, factory = imported(where, setting.factory)
     call = partial(factory, **setting.arguments) if setting.arguments else factory
-    if _is_loop(factory):
+    if is_loop(factory):
         with refused(f"{where}, which cannot be called with (policy, task)", LOOP):
             inspect.signature(factory).bind(None, None, **setting.arguments)
         domain = Domain(name=name, loop=call)
@@ -192,9 +195,16 @@ def _load(name: str, setting: EnvironmentFactory, config: Config) -> Domain:
     return _checked(where, _with_module(where, domain, module))
 
 
-def _is_loop(factory: Any) -> bool:
+def is_loop(factory: Any) -> bool:
+    """Return whether a callable is a loop, and not what makes environments."""
     call = factory if inspect.isfunction(factory) else getattr(factory, "__call__", None)  # noqa: B004
-    return inspect.iscoroutinefunction(call) and not isinstance(factory, type)
+    if isinstance(factory, type) or call is None or inspect.isgeneratorfunction(call):
+        return False
+    with suppress(TypeError, ValueError):  # of code in C
+        names = [*inspect.signature(factory).parameters]
+        is_named = names[:2] == ["policy", "task"] and not inspect.isasyncgenfunction(call)
+        return is_named or is_async(factory)
+    return False
 
 
 def _with_module(where: str, domain: Domain, module: Any) -> Domain:

@@ -80,6 +80,7 @@ class Episode:
         self.shared = shared
         self._until: float | None = None  # as the rollout's
         self.environment: Any = None
+        self.returned: float | str | None = None  # by a user's loop
         self.in_background = opening_message is not None or tools.may_wait(domain.environment)
         # In the background, episodes would change the global state of each other.
         is_used = tools.uses_random_state(domain.environment) and not self.in_background
@@ -157,11 +158,11 @@ class Episode:
             show=self._show,
         )
         try:
-            trajectory.reward = await self.shared.calls.loop(
+            self.returned = await self.shared.calls.loop(
                 self.task.key,
                 getattr(loop, "__name__", "play"),
                 policy,
-                partial(play, loop, policy, self.task),
+                partial(play, loop, policy, self.task, self.shared.has_reward_functions),
             )
         except EnvironmentFault as fault:
             fault.outage = fault.outage or policy.lost_connection
@@ -171,6 +172,7 @@ class Episode:
             trajectory.num_turns = sum(one.num_turns for one in trajectory.sequences)
             # What the model has said may have made the loop fail.
             self._left_out = "" if trajectory.num_turns else "reset"
+        trajectory.reward = self.returned if isinstance(self.returned, float) else 0.0
         if policy.end is None and policy.is_cut:
             return StopReason.MAX_TOKENS
         return policy.end or StopReason.COMPLETED

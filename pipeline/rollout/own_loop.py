@@ -1,9 +1,10 @@
-"""A user's own loop: `async def play(policy, task) -> float` plays an episode, returns its reward.
+"""A user's own loop: `async def play(policy, task)` plays an episode, and returns its reward.
 
-The loop runs in the environments' event loop. It asks `await policy.message(messages, tools)` as
-often as it wants, also several times at once. What was sampled is what is trained: messages that
-continue an earlier conversation go on with its tokens, and any others start a new one. A message
-that the loop no longer waits for is taken back, with its tokens: it may be asked for again.
+The loop runs in the environments' event loop, or in a thread of its own if it is not async. It asks
+`await policy.message(messages, tools)` as often as it wants, also several times at once. What was
+sampled is what is trained: messages that continue an earlier conversation go on with its tokens,
+and any others start a new one. A message that the loop no longer waits for is taken back, with its
+tokens: it may be asked for again.
 """
 
 import asyncio
@@ -11,24 +12,27 @@ import json
 import math
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 from pipeline.common.untrusted import is_plain, shown
 from pipeline.config.settings import RolloutSettings
 from pipeline.data.rng import stream_key
 from pipeline.data.rows import messages_problem, with_usual_messages
 from pipeline.data.tasks import Message, Task
+from pipeline.environments.calls import is_async, run_coroutine
 from pipeline.environments.discovery import place_of, schemas_problem
 from pipeline.environments.domains import Play
 from pipeline.environments.faults import first_of, wait_of
-from pipeline.environments.tools import MAX_REWARD, as_number
+from pipeline.environments.tools import MAX_REWARD, as_number, writable
 from pipeline.rollout.trajectory import Conversation, Policy, StopReason, Trajectory
 
+Value = TypeVar("Value")
 REPLIES = ("user", "tool")  # roles of messages with which a conversation goes on
 KEYS = ("role", "content", "tool_calls", "name")  # what is kept of messages
 TURNS = 10  # turns of an event loop in which tasks take a message, and may ask for another one
@@ -276,6 +280,13 @@ class LoopPolicy:
 
         return undo
 
+    def wait(self, awaitable: Coroutine[Any, Any, Value]) -> Value:
+        """Return what a method gives, to a loop that is not async: `wait(message(messages))`."""
+        if asyncio._get_running_loop() is not None:
+            awaitable.close()
+            raise RuntimeError("policy.wait: this code is async; write await")
+        return run_coroutine(awaitable)
+
     def close(self) -> None:
         """End all conversations; whoever asks for another message gets an EpisodeOver."""
         self.is_over = True
@@ -303,12 +314,19 @@ def _compared(message: Message) -> Message:
     return compared
 
 
-async def play(loop: Play, policy: LoopPolicy, task: Task) -> float:
-    """Let a loop play; return the reward, which is 0 if the loop does not catch EpisodeOver."""
-    value: Any = 0.0
+async def play(
+    loop: Play, policy: LoopPolicy, task: Task, others_score: bool = False
+) -> float | str | None:
+    """Let a loop play; return what it returns: the reward or, if others score, a text or None.
+
+    A loop that is not async plays in a thread of its own. If a loop does not catch EpisodeOver,
+    the reward is 0, or what others say.
+    """
+    value: Any = None if others_score else 0.0
     try:
         try:
-            value = await loop(policy, task)
+            played = loop if is_async(loop) else partial(asyncio.to_thread, loop)
+            value = await played(policy, task)
         except* EpisodeOver:  # also in a group, as a TaskGroup raises it
             pass
         finally:
@@ -321,12 +339,17 @@ async def play(loop: Play, policy: LoopPolicy, task: Task) -> float:
         )
         policy.lost_connection = wait_of(error) is not None and not is_deadline
         raise
+    if others_score and value is None:
+        return None
+    if others_score and isinstance(value, str):
+        return writable(value)
     name = f"{getattr(loop, '__name__', 'play')}{place_of(loop)}"
     try:
         reward = as_number(value, name)
     except Exception:  # `__float__` may be user code
         reward = math.nan
     if not abs(reward) <= MAX_REWARD:
-        hint = f"return the reward, a number up to {MAX_REWARD:g}"
+        scored = "a text or None" if others_score else "give reward_funcs, which score a text"
+        hint = f"return the reward, a number up to {MAX_REWARD:g}, or {scored}"
         raise ValueError(f"{name} returned {shown(value)}; {hint}")
     return reward

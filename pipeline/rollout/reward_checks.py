@@ -55,18 +55,15 @@ def check_reward_functions(
     unscored = list[str]()
     used = set[str]()
     for name, domain in domains.items() if functions else ():
-        if domain.loop is not None:
-            notes.append(
-                f"{name}: its loop returns the reward; no reward function is called for it"
-            )
-            continue
         lacking = _lacking(functions, judge, domain, tasks[name].train[0])
         missing |= lacking
         notes += [f"reward function {f} is not called for {name}: {w}" for f, w in lacking.items()]
         applying = [function for function in functions if function.name not in lacking]
         summed = [f"{function.name} (weight {function.weight:g})" for function in applying]
         if domain.own_reward:
-            summed.insert(0, f"get_reward of {domain.own_reward} (weight 1)")
+            is_loop = domain.loop is not None
+            own = "what {} returns, if it is a number" if is_loop else "get_reward of {}"
+            summed.insert(0, f"{own.format(domain.own_reward)} (weight 1)")
         if not summed:
             unscored.append(name)
         elif len(summed) > 1:
@@ -179,7 +176,7 @@ def _try(functions: Sequence[RewardFunction], domain: Domain, task: Task, config
                     f"{domain.name}: reset failed on task {shown(task.id)}: "
                     f"{one_line(str(fault))}; mend the environment or the task"
                 ) from None
-            answers.append(Completion(domain, task, made.environment, trajectory))
+            answers.append(Completion(domain, task, made.environment, trajectory, returned=""))
         RewardFunctions(functions, seconds)(answers)
         if any(function.name not in trajectory.rewards for function in functions):
             raise UserError(

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import cached_property, partial
-from itertools import count, groupby, islice
+from itertools import count, dropwhile, groupby, islice
 from typing import Any
 
 from pipeline.common.errors import UserError
@@ -20,7 +20,7 @@ from pipeline.common.untrusted import shown
 from pipeline.config.rules import reward_names
 from pipeline.config.settings import Config
 from pipeline.data.tasks import Message, Task
-from pipeline.environments.calls import Calls, awaited, run_coroutine
+from pipeline.environments.calls import Calls, awaited, is_async, run_coroutine
 from pipeline.environments.domains import Domain, imported
 from pipeline.environments.faults import EnvironmentFault, FaultLog, describe, only_faults
 from pipeline.environments.tools import MAX_REWARD, RandomState, as_number, writable
@@ -48,8 +48,7 @@ class RewardFunction:
 
     @property
     def is_async(self) -> bool:
-        call = getattr(self.function, "__call__", None)  # noqa: B004
-        return inspect.iscoroutinefunction(self.function) or inspect.iscoroutinefunction(call)
+        return is_async(self.function)
 
     @cached_property
     def parameters(self) -> Mapping[str, inspect.Parameter]:
@@ -84,26 +83,52 @@ class RewardFunction:
 
 @dataclass(frozen=True)
 class Completion:
-    """A finished episode as reward functions see the episode."""
+    """A finished episode as reward functions see the episode.
+
+    `returned` is what a user's loop has returned: a reward, a completion or None.
+    """
 
     domain: Domain
     task: Task
     environment: Any
     trajectory: Trajectory
+    returned: float | str | None = None
 
     @property
     def prompt(self) -> Any:
         """The messages of the prompt, or a text if the dataset's prompt is a text."""
-        messages = self.trajectory.messages[: len(self.task.prompt)]
+        is_loop = self.domain.loop is not None  # whose conversations may begin otherwise
+        shown = self.task.prompt if is_loop else self.trajectory.messages
+        messages = shown[: len(self.task.prompt)]
         return messages[-1]["content"] if self.task.is_text else list(map(_plain, messages))
 
     @property
     def completion(self) -> Any:
         """The messages after the prompt, or the model's text if the dataset's prompt is a text."""
         messages = self.trajectory.messages[len(self.task.prompt) :]
+        if self.domain.loop is not None:
+            messages = self._of_loop()
         if self.task.is_text:
             return "".join(m["content"] for m in messages if m["role"] == "assistant")
         return list(map(_plain, messages))
+
+    @property
+    def own_reward(self) -> float | None:
+        """The reward of the domain itself; None if a loop has left the reward to functions."""
+        if self.domain.loop is None:
+            return self.trajectory.reward
+        return None if isinstance(self.returned, str) else self.returned
+
+    def _of_loop(self) -> list[Message]:
+        """Return a loop's text as a message, or what follows the prompt in its last conversation.
+
+        At least one message is returned, so that functions may read the last one.
+        """
+        silent = {"role": "assistant", "content": ""}
+        if isinstance(self.returned, str):
+            return [{**silent, "content": self.returned}]
+        said = self.trajectory.sequences[-1].messages
+        return [*dropwhile(lambda m: m["role"] in ("system", "user"), said)] or [silent]
 
 
 @dataclass(eq=False)
@@ -201,12 +226,9 @@ class RewardFunctions:
         for _, of_task in groupby(completions, lambda completion: completion.task.key):
             group = list(of_task)
             domain = group[0].domain
-            for trajectory in (completion.trajectory for completion in group):
-                trajectory.rewards = {}
-                if domain.own_reward:
-                    trajectory.rewards[domain.own_reward] = trajectory.reward
-            if domain.loop is not None:
-                continue  # a loop returns the reward, and no one conversation is the completion
+            for completion in group:
+                own = {domain.own_reward: completion.own_reward} if domain.own_reward else {}
+                completion.trajectory.rewards = own
             columns = [*columns_of(group[0].task), *self._judge]
             calls += [_Call(f, group) for f in self.functions if not f.missing(columns)]
         await self._make(calls, faults or FaultLog())
@@ -315,7 +337,7 @@ def arguments_of(group: Sequence[Completion]) -> dict[str, list[Any]]:
     return {name: [row[name] for row in rows] for name in rows[0]} | {
         "prompts": [completion.prompt for completion in group],
         "completions": [completion.completion for completion in group],
-        "completion_ids": [list(c.trajectory.completion_ids) for c in group],
+        "completion_ids": [list(c.trajectory.sequences[-1].completion_ids) for c in group],
         "environments": [completion.environment for completion in group],
     }
 

@@ -176,7 +176,8 @@ class Rollout:
             if episode.trajectory.stop_reason is not StopReason.ENVIRONMENT_ERROR
         ]
         await self.rewards.score(
-            [Completion(e.domain, e.task, e.environment, e.trajectory) for e in played], self.faults
+            [Completion(e.domain, e.task, e.environment, e.trajectory, e.returned) for e in played],
+            self.faults,
         )
         for trajectory in (e.trajectory for e in played if e.trajectory.left_out == "reward"):
             self.faults.add(trajectory.domain, trajectory.task_id, "reward_funcs", trajectory.error)

@@ -7,6 +7,7 @@ import threading
 import time
 from contextlib import suppress
 from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,7 +18,8 @@ from pipeline.environments import Domain, load_domains
 from pipeline.environments.domains import generated
 from pipeline.environments.faults import Outage
 from pipeline.rollout.own_loop import EpisodeOver
-from pipeline.rollout.rewards import RewardFunction, RewardFunctions
+from pipeline.rollout.reward_checks import check_reward_functions
+from pipeline.rollout.rewards import RewardFunction, RewardFunctions, load_reward_functions
 from pipeline.rollout.rollout import Rollout, RolloutRequest, SamplerPolicy
 from pipeline.rollout.trajectory import StopReason
 from tests.support.helpers import ScriptedSampler, call, chat, make_task, say
@@ -53,14 +55,23 @@ class Sampler(ScriptedSampler):
         self.scripts = Scripts(scripts)
 
 
-def play(loop, *scripts, sampler=None, deterministic=False, trials=1, rewards=None, **settings):
+def play(
+    loop,
+    *scripts,
+    sampler=None,
+    deterministic=False,
+    trials=1,
+    rewards=None,
+    is_text=False,
+    **settings,
+):
     """The trajectories of episodes of a loop, or of a domain; each conversation has a script."""
     limits = LIMITS.model_copy(update=settings)
     sampler = sampler or Sampler(scripts)
     policy = SamplerPolicy(sampler, chat(), limits)
     domain = loop if isinstance(loop, Domain) else Domain(name="desk", loop=loop)
     rollout = Rollout(policy, chat(), {"desk": domain}, limits, deterministic, rewards=rewards)
-    task = make_task(columns=json.dumps({"answer": "blue"}))
+    task = make_task(columns=json.dumps({"answer": "blue"}), is_text=is_text)
     requests = [RolloutRequest(task=task, trial=n, key=n) for n in range(trials)]
     trajectories = rollout(requests)
     assert sampler.num_open == 0 and policy.num_waiting == 0
@@ -518,7 +529,7 @@ def test_a_value_that_is_no_reward_is_named_with_its_loop(value):
     (episode,) = play(loop, [say("x")])
     assert (episode.stop_reason, episode.reward) == (StopReason.ENVIRONMENT_ERROR, 0.0)
     where = f"loop (test_own_loop.py, line {line}) returned "
-    says(episode.error, where, "; return the reward, a number up to 1e+30")
+    says(episode.error, where, "; return the reward, a number up to 1e+30, or give reward_funcs")
 
 
 @pytest.mark.parametrize(
@@ -552,17 +563,127 @@ def test_messages_and_tools_that_are_none_are_shown_with_the_loops_line(messages
     assert "test_own_loop.py, line " in episode.error
 
 
-def test_reward_functions_are_not_called_for_a_loop():
-    def never(completions, **columns):
-        raise AssertionError("the loop returns the reward")
+LAST = [{"role": "assistant", "content": "two"}]
+
+
+@pytest.mark.parametrize(
+    ("returned", "completion", "own"),
+    [
+        ("my text", [{"role": "assistant", "content": "my text"}], None),
+        (None, LAST, None),
+        (0.5, LAST, 0.5),
+    ],
+)
+@pytest.mark.parametrize("is_text", [False, True])
+def test_reward_functions_score_what_a_loop_returns_or_its_last_conversation(
+    returned, completion, own, is_text
+):
+    seen = []
+
+    def words(prompts, completions, completion_ids, answer, **columns):
+        seen.extend([*prompts, *completions, *completion_ids, *answer])
+        return [0.25]
 
     async def loop(policy, task):
-        await policy.message([user("first")], None)
-        return 0.5
+        await policy.message([user("first")])
+        await policy.message([user("second")])
+        return returned
 
-    rewards = RewardFunctions([RewardFunction("never", never)], 5.0)
-    (episode,) = play(loop, [say("x")], rewards=rewards)
-    assert (episode.reward, episode.rewards, episode.left_out) == (0.5, {"loop": 0.5}, "")
+    rewards = RewardFunctions([RewardFunction("words", words)], 5.0)
+    (episode,) = play(loop, [say("one")], [say("two")], rewards=rewards, is_text=is_text)
+    assert (episode.rewards, episode.left_out) == ({"loop": own, "words": 0.25}, "")
+    assert episode.reward == 0.25 + (own or 0.0)
+    prompt = [{"role": "system", "content": "desk"}, user("hello")]
+    told = ["hello", completion[0]["content"]] if is_text else [prompt, completion]
+    assert seen == [*told, ids_of(say("two")), "blue"]
+
+
+def test_a_loop_that_asks_nothing_has_an_empty_completion():
+    def length(completions, **columns):
+        return [float(len(completion[-1]["content"])) for completion in completions]
+
+    async def loop(policy, task):
+        return None
+
+    rewards = RewardFunctions([RewardFunction("length", length)], 5.0)
+    (episode,) = play(loop, rewards=rewards)
+    assert (episode.reward, episode.rewards) == (0.0, {"loop": None, "length": 0.0})
+
+
+def test_a_loop_that_is_over_is_scored_by_the_functions():
+    def roles(completions, **columns):
+        return [float(len(completion)) for completion in completions]
+
+    async def loop(policy, task):
+        messages = [user("again")]
+        while True:
+            messages += [await policy.message(messages), user("again")]
+
+    rewards = RewardFunctions([RewardFunction("roles", roles)], 5.0)
+    (episode,) = play(loop, [say("x")] * 2, rewards=rewards, max_turns=2)
+    assert (episode.reward, episode.rewards) == (3.0, {"loop": None, "roles": 3.0})
+    assert (episode.stop_reason, episode.error) == (StopReason.MAX_TURNS, "")
+
+
+def test_a_function_that_lacks_a_loops_columns_is_named_before_the_run(tmp_path, monkeypatch):
+    (tmp_path / "talks.py").write_text("def play(policy, task): return 'hello'\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    data = {
+        "domains": ["desk"],
+        "environments": {"desk": "talks:play"},
+        "reward_funcs": ["tests.rollout.test_own_loop:by_answer"],
+    }
+    config = Config(data=data)
+    domains = load_domains(config)
+    rewards = load_reward_functions(config)
+    sets = {"desk": SimpleNamespace(train=[make_task()], held_out=[])}
+    line = refusal(check_reward_functions, rewards, config, domains, sets)
+    says(line, "by_answer applies to no domain", "no answer")
+    sets["desk"].train[0] = make_task(columns='{"answer": "blue"}')
+    (note,) = check_reward_functions(rewards, config, domains, sets)
+    says(note, "what play returns, if it is a number (weight 1) and by_answer (weight 1)")
+
+
+def by_answer(completions, answer):
+    return [float(text == right) for text, right in zip(completions, answer, strict=True)]
+
+
+# Loops that are not async
+
+
+def test_a_loop_that_is_not_async_plays_in_a_thread_of_its_own_and_waits_for_messages():
+    threads = set()
+    together = threading.Barrier(20, timeout=30)
+
+    def loop(policy, task):
+        threads.add(threading.current_thread())
+        messages = [user("colour?")]
+        messages.append(policy.wait(policy.message(messages)))
+        together.wait()  # all twenty episodes are here at once
+        messages.append(user("sure?"))
+        messages.append(policy.wait(policy.message(messages)))
+        return float([m["content"] for m in messages[1::2]] == ["red", "blue"])
+
+    episodes = play(loop, *[[say("red"), say("blue")]] * 20, trials=20)
+    assert [(e.reward, e.error, e.further) for e in episodes] == [(1.0, "", [])] * 20
+    assert len(threads) == 20 and threading.main_thread() not in threads
+
+
+def test_waiting_in_a_loop_that_is_async_is_refused():
+    async def loop(policy, task):
+        policy.wait(policy.message([user("first")]))
+
+    (episode,) = play(loop)
+    says(episode.error, "RuntimeError: policy.wait: this code is async; write await", "line ")
+
+
+def test_a_loop_that_is_not_async_may_raise_what_no_future_takes():
+    def loop(policy, task):
+        policy.wait(policy.message([user("first")]))
+        return next(iter(()))
+
+    (episode,) = play(loop, [say("x")])
+    says(episode.error, "RuntimeError: it raised StopIteration()", "test_own_loop.py, line ")
 
 
 # Domains
@@ -581,12 +702,30 @@ def test_a_coroutine_function_is_a_domain(tmp_path, monkeypatch):
     assert (episode.reward, episode.messages[0]["content"]) == (1.0, "long")
 
 
+@pytest.mark.parametrize("kind", ["def", "async def"])
+def test_a_function_is_a_loop_if_its_parameters_say_so(kind, tmp_path, monkeypatch):
+    name = f"kinds_{kind[0]}"
+    (tmp_path / f"{name}.py").write_text(
+        f"{kind} play(policy, task):\n    return 1.0\n"
+        "class Played:\n"
+        f"    {kind} __call__(self, policy, task):\n        return 0.5\n"
+        "played = Played()\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    for target, reward in (("play", 1.0), ("played", 0.5)):
+        data = {"domains": ["desk"], "environments": {"desk": f"{name}:{target}"}}
+        (episode,) = play(load_domains(Config(data=data))["desk"])
+        assert (episode.reward, episode.error) == (reward, "")
+
+
 @pytest.mark.parametrize(
     ("definition", "words"),
     [
         ("async def play(): return 1.0", ["cannot be called with (policy, task)"]),
         ("async def play(policy, *, task): return 1.0", ["cannot be called with (policy, task)"]),
-        ("def play(policy, task): return 1.0", ["async def play(policy, task)"]),
+        ("def play(policy, other): return 1.0", ["which fails", "def play(policy, task)"]),
+        ("def play(policy, task): yield 1.0", ["which fails", "def play(policy, task)"]),
+        ("def play(policy, task, more): return 1.0", ["cannot be called with (policy, task)"]),
         ("async def play(policy, task): yield 1.0", ["async def play(policy, task)"]),
     ],
 )
