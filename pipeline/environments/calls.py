@@ -332,10 +332,6 @@ class Loop(Protocol):
     """What `Calls` must know of a user's loop."""
 
     @property
-    def is_busy(self) -> bool:
-        """Whether the loop does something else than wait for messages."""
-
-    @property
     def busy_s(self) -> float:
         """The seconds since the loop's last message, or 0 while it waits for one."""
 
@@ -362,14 +358,13 @@ class Calls:
         self.answered = asyncio.Event()
         self._threads = asyncio.Semaphore(MAX_THREADS)
         self._num_beside = 0  # calls in the background that have not ended
-        self._loops = list[Loop]()  # users' loops that have not ended
         # domain -> (number of late calls in a row, deadline of the late call that was counted last)
         self._hangs: dict[str, tuple[int, float]] = defaultdict(lambda: (0, -math.inf))
 
     @property
     def is_busy(self) -> bool:
-        """Whether environment code in the background does something else than wait for messages."""
-        return self._num_beside > 0 or any(loop.is_busy for loop in self._loops)
+        """Whether a call runs in the background; a user's loop is no call."""
+        return self._num_beside > 0
 
     def here(self, key: Key, name: str, call: Callable[[], Any]) -> Any:
         """Make a call in the calling thread; raises EnvironmentFault if it fails."""
@@ -451,7 +446,6 @@ class Calls:
         begun = time.monotonic()
         future = environment_loop.run(_in_time(call, name, None))
         waiting = asyncio.wrap_future(future)
-        self._loops.append(loop)
         fault = None
         try:
             while not waiting.done() and fault is None:
@@ -466,7 +460,6 @@ class Calls:
                 raise
             fault = fault_of(error, name)
         finally:
-            self._loops.remove(loop)
             self.answered.set()
             future.cancel()
         self._note(key, fault, begun)

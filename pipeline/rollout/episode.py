@@ -58,6 +58,7 @@ class Shared:
     judge: tools.Judge | None = None
     reply: Reply = reply_of
     watch: Watch | None = None
+    alone: bool = False  # each message of a user's loop is sampled by itself
 
 
 class Episode:
@@ -150,10 +151,12 @@ class Episode:
         trajectory = self.trajectory
         policy = LoopPolicy(
             self.shared.policy,
+            self.shared.chat,
             self.shared.limits,
             trajectory,
-            self.key,
-            self.shared.greedy,
+            key=self.key,
+            greedy=self.shared.greedy,
+            alone=self.shared.alone,
             wake=self.shared.calls.answered.set,
             show=self._show,
         )

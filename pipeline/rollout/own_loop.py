@@ -7,16 +7,16 @@ and any others start a new one. A message that the loop no longer waits for is t
 tokens: it may be asked for again.
 """
 
+from __future__ import annotations
+
 import asyncio
 import json
 import math
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Coroutine, Sequence
-from concurrent.futures import Future
 from contextlib import suppress
 from copy import deepcopy
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
@@ -30,39 +30,16 @@ from pipeline.environments.discovery import place_of, schemas_problem
 from pipeline.environments.domains import Play
 from pipeline.environments.faults import first_of, wait_of
 from pipeline.environments.tools import MAX_REWARD, as_number, writable
+from pipeline.models.chat.template import Chat
+from pipeline.rollout.asked import Answer, Asked, Known
+from pipeline.rollout.asked import EpisodeOver as EpisodeOver
 from pipeline.rollout.trajectory import Conversation, Policy, StopReason, Trajectory
 
 Value = TypeVar("Value")
+REFUSED = (400, 410)  # statuses of the address for what has no message
+ENDS = ("episode_over", "context_length_exceeded")  # codes of the address, in any client's text
 REPLIES = ("user", "tool")  # roles of messages with which a conversation goes on
 KEYS = ("role", "content", "tool_calls", "name")  # what is kept of messages
-TURNS = 10  # turns of an event loop in which tasks take a message, and may ask for another one
-
-
-class EpisodeOver(Exception):
-    """`policy.message` raises this if no further message is allowed.
-
-    A loop that does not catch it ends with reward 0. `reason` says which limit was reached.
-    """
-
-    def __init__(self, reason: StopReason) -> None:
-        super().__init__(f"the episode is over: {reason}")
-        self.reason = reason
-
-
-@dataclass(eq=False)
-class Asked:
-    """A message that a loop has asked for; `undo` takes back what was done for it."""
-
-    messages: list[Message]
-    tools: list[dict[str, Any]]
-    loop: asyncio.AbstractEventLoop
-    answer: Future[Message] = field(default_factory=Future)
-    task: asyncio.Task[Message] | None = None  # in the rollout's event loop
-    undo: Callable[[], None] | None = None
-    is_taken: bool = False
-    is_malformed: bool = False
-    has_arrived: bool = False  # set in the loop's thread
-    is_settled: bool = False  # whether the loop has had TURNS to go on; set in the loop's thread
 
 
 class LoopPolicy:
@@ -70,49 +47,69 @@ class LoopPolicy:
 
     `first` is the trajectory of the episode, whose `further` gets the sequences of all
     conversations but the first. `wake` is called when a message is asked for, and `show` is shown
-    each message of all conversations.
+    each message of all conversations. With `alone`, each message is sampled by itself, so that its
+    rounding depends on no other conversation, and so on no arrival.
     """
 
     def __init__(
         self,
         policy: Policy,
+        chat: Chat,
         limits: RolloutSettings,
         first: Trajectory,
+        *,
         key: int,
         greedy: bool,
-        *,
+        alone: bool = False,
         wake: Callable[[], None],
         show: Callable[[list[Message]], None],
     ) -> None:
         self._wake = wake
         self._show = show
         self._policy = policy
+        self._chat = chat
         self._limits = limits
         self._first = first
         self._key = key
         self._greedy = greedy
+        self._alone = alone
         self._main = asyncio.get_running_loop()
         self._conversations = list[Conversation]()
-        self._known = dict[Conversation, list[Message]]()  # messages that may be continued
+        self._known = dict[Conversation, Known]()
         self._starts = Counter[str]()  # number of conversations that began with the same messages
         self._unsaid = defaultdict[str, list[Conversation]](list)  # ... whose first was taken back
         self._num_messages = 0
+        self._address: Any = None  # where other programs ask for messages, if the loop uses it
         self.is_over = False  # whether the loop has ended
+        self._is_closed = False
         self.end: StopReason | None = None  # the limit that was reached
+        self.refused: StopReason | None = None  # why a message was refused at the address
         self.is_cut = False  # whether the latest message was cut off, or had no room
         self.lost_connection = False  # whether the loop has ended because of one
         self._num_asked = 0  # written in the loop's thread; all below in the rollout's
-        self._num_taken = 0
         self._num_said = 0
         self._asked = list[Asked]()  # those that may not have reached the loop
         self._since = time.monotonic()  # when the loop began, or got its last message
 
     @property
-    def is_busy(self) -> bool:
-        """Whether the loop does something else than wait for messages."""
-        # In this order: the loop's thread may ask for the next message at any moment.
-        is_going_on = any(map(_is_going_on, self._asked))
-        return is_going_on or self._num_taken == self._num_said or self._num_asked > self._num_taken
+    def base_url(self) -> str:
+        """The address of an API like OpenAI's that has this policy, for this episode alone.
+
+        For Anthropic's clients, take its `/v1` off. Raises UserError if aiohttp is not installed.
+        """
+        return self._served().base_url
+
+    @property
+    def api_key(self) -> str:
+        """The key of `base_url`."""
+        return self._served().key
+
+    def _served(self) -> Any:
+        if self._address is None:
+            from pipeline.rollout.address.server import address_of  # needs aiohttp
+
+            self._address = address_of(self)
+        return self._address
 
     @property
     def busy_s(self) -> float:
@@ -134,58 +131,73 @@ class LoopPolicy:
         """
         conversation = with_usual_messages(deepcopy(list(messages)))
         schemas = deepcopy(list(tools or ()))
-        if problem := messages_problem(conversation) or schemas_problem(schemas):
-            raise ValueError(f"policy.message: {problem}")
-        if not is_plain([conversation, schemas]):
-            raise ValueError(
-                "policy.message: it holds what JSON cannot, such as NaN or half a character"
-            )
-        if self.is_over or self.end is not None:  # this is no message that the loop waits for
+        try:
+            asked = self.ask(messages=conversation, tools=schemas)
+            if not is_plain([conversation, schemas]):
+                raise ValueError("it holds what JSON cannot, such as NaN or half a character")
+        except ValueError as error:
+            raise ValueError(f"policy.message: {error}") from None
+        except EpisodeOver:
             await asyncio.sleep(0)  # or a loop that asks on would block the event loop
-            raise EpisodeOver(self.end or StopReason.COMPLETED)
-        conversation = [
-            {key: message[key] for key in KEYS if key in message} for message in conversation
-        ]
-        self._num_asked += 1
-        try:
-            await asyncio.sleep(0)  # messages that are asked for at once come together
-        except BaseException:
-            self._num_asked -= 1
             raise
-        asked = Asked(conversation, schemas, asyncio.get_running_loop())
-        self._main.call_soon_threadsafe(self._take, asked)
         try:
-            message = await asyncio.wrap_future(asked.answer)
+            answer = await asyncio.wrap_future(asked.answer)
             if self.is_over:
                 raise EpisodeOver(self.end or StopReason.COMPLETED)
-            asked.has_arrived = True
-            self.is_cut = message["finish_reason"] == "length"
-            return message
+            self.arrived(asked, answer)
+            return answer.message
         finally:
             if not asked.has_arrived:
-                with suppress(RuntimeError):  # the rollout has ended
-                    self._main.call_soon_threadsafe(self._take_back, asked)
-            self._settle(asked, TURNS)
+                self.give_up(asked)
 
-    def _settle(self, asked: Asked, turns: int) -> None:
-        """Wait for some turns of the loop's event loop, then let the sampler go on."""
-        if turns:
-            asked.loop.call_soon(self._settle, asked, turns - 1)
-            return
-        asked.is_settled = True
+    def ask(self, **request: Any) -> Asked:
+        """Ask for a message, in any thread; the arguments are those of Asked.
+
+        The messages are JSON in the usual form. The caller says when the message has `arrived`, or
+        that it gives the message up; a message of which nothing is said is not trained. Raises
+        ValueError for bad messages, and EpisodeOver.
+        """
+        asked = Asked(**request)
+        if problem := messages_problem(asked.messages) or schemas_problem(asked.tools):
+            raise ValueError(problem)
+        if self.is_over or self.end is not None:  # this is no message that the loop waits for
+            raise EpisodeOver(self.end or StopReason.COMPLETED)
+        asked.messages = [
+            {key: message[key] for key in KEYS if key in message} for message in asked.messages
+        ]
+        self._num_asked += 1
+        self._main.call_soon_threadsafe(self._take, asked)
+        return asked
+
+    async def num_prompt_tokens(self, messages: list[Message], tools: list[dict[str, Any]]) -> int:
+        """Return the number of tokens of a conversation as a prompt, in any event loop."""
+
+        async def count() -> int:  # in the rollout's event loop, whose tokenizer it is
+            return len(self._chat.prompt_ids(messages, tools))
+
+        counted = asyncio.run_coroutine_threadsafe(count(), self._main)
+        return await asyncio.wrap_future(counted)
+
+    def arrived(self, asked: Asked, answer: Answer) -> None:
+        """Note that a message has reached the loop, in the loop's thread."""
+        asked.has_arrived = True
+        self.is_cut = answer.message["finish_reason"] == "length"
+
+    def give_up(self, asked: Asked) -> None:
+        """Take back a message that the loop does not wait for any more, in the loop's thread."""
+        asked.has_arrived = False
         with suppress(RuntimeError):  # the rollout has ended
-            self._main.call_soon_threadsafe(self._wake)
+            self._main.call_soon_threadsafe(self._take_back, asked)
 
     def _take(self, asked: Asked) -> None:
         """Begin to make a message, in the rollout's event loop."""
-        self._asked = [a for a in self._asked if not a.has_arrived or _is_going_on(a)]
+        self._asked = [a for a in self._asked if not a.has_arrived]
         self._asked.append(asked)
         asked.task = asyncio.create_task(self._next(asked))
         asked.task.add_done_callback(lambda task: self._give(asked, task))
 
-    def _give(self, asked: Asked, task: asyncio.Task[Message]) -> None:
+    def _give(self, asked: Asked, task: asyncio.Task[Answer]) -> None:
         """Give the loop what was made."""
-        self._num_taken += not asked.is_taken  # it was given up before
         self._num_said += 1
         if task.cancelled():
             asked.answer.cancel()
@@ -199,22 +211,22 @@ class LoopPolicy:
 
     def _take_back(self, asked: Asked) -> None:
         """Undo a message that has not reached the loop, so that it is not trained."""
+        asked.is_taken_back = True
         if asked.task is not None:
             asked.task.cancel()
-        if asked.undo is not None:
+        if asked.undo is not None and not self._is_closed:
             asked.undo()
             asked.undo = None
             self._first.num_malformed_calls -= asked.is_malformed
 
-    async def _next(self, asked: Asked) -> Message:
-        asked.is_taken = True
-        self._num_taken += 1  # from now on, the policy has it
+    async def _next(self, asked: Asked) -> Answer:
         if self.end is None and self._num_messages >= self._limits.max_turns:
             self.end = StopReason.MAX_TURNS
         if self.is_over or self.end is not None:
             raise EpisodeOver(self.end or StopReason.COMPLETED)
         self._num_messages += 1
         conversation = self._conversation_of(asked)
+        conversation.max_tokens, conversation.stop = asked.max_tokens, asked.stop
         self._wake()
         turn = await self._policy.message(conversation)
         if turn is None:
@@ -224,29 +236,72 @@ class LoopPolicy:
         asked.is_malformed = bool(turn.parsed.malformed)
         self._first.num_malformed_calls += asked.is_malformed
         message = turn.parsed.message()
-        if turn.finished:
-            self._known[conversation] = [*map(_compared, (*asked.messages, message))]
-        return {**deepcopy(message), "finish_reason": "stop" if turn.finished else "length"}
+        self._known[conversation] = Known(
+            messages=[*map(compared, (*asked.messages, message))],
+            asked=asked,
+            ended_by="" if turn.finished else "stop" if turn.at_stop else "cut",
+        )
+        is_whole = turn.finished or turn.at_stop
+        message = {**deepcopy(message), "finish_reason": "stop" if is_whole else "length"}
+        return self._answer(asked, conversation, message)
+
+    def _answer(self, asked: Asked, conversation: Conversation, message: Message) -> Answer:
+        trajectory = conversation.trajectory
+        sampled = trajectory.loss_mask[::-1]
+        count = sampled.index(False) if False in sampled else len(sampled)
+        start = len(trajectory.completion_ids) - count
+        ids = trajectory.completion_ids[start:]
+        decode = self._chat.tokenizer.decode if asked.with_texts else None
+        return Answer(
+            message=message,
+            key=f"{conversation.key:016x}{trajectory.num_turns:x}",
+            prompt_ids=trajectory.prompt_ids + trajectory.completion_ids[:start],
+            ids=ids,
+            logprobs=trajectory.logprobs[start:],
+            texts=[decode([token]) for token in ids] if decode else [],
+        )
 
     def _conversation_of(self, asked: Asked) -> Conversation:
         """Return the conversation that messages continue, with the new ones, or a new one."""
-        messages = [*map(_compared, asked.messages)]
+        messages = [*map(compared, asked.messages)]
+        for lost in self._asked:  # a message that was given up makes room for another one
+            is_next = lost.before is not None and _new_messages(lost.before, messages)
+            if is_next and lost.undo is not None and not lost.has_arrived and lost.is_lost():
+                self._take_back(lost)
         for conversation, known in self._known.items():
-            new = asked.messages[len(known) :]
-            goes_on = messages[: len(known)] == known and conversation.schemas == asked.tools
-            if goes_on and new and all(message["role"] in REPLIES for message in new):
+            num_new = 0 if known.ended_by else _new_messages(known, messages)
+            if num_new and conversation.schemas == asked.tools:
                 del self._known[conversation]  # until its next message is there
+                known.asked.has_arrived = True  # whoever goes on with it has it
+                known.asked.undo = None
+                asked.before = known
                 asked.undo = self._undo(conversation, known)
+                new = asked.messages[-num_new:]
                 conversation.trajectory.messages += new
                 self._show(new)
                 return conversation
         # The key must not depend on the order in which conversations that run at once begin.
         start = json.dumps([messages, asked.tools], sort_keys=True)
         conversation = self._unsaid[start].pop() if self._unsaid[start] else self._new(start, asked)
+        if conversation.trajectory is not self._first:
+            conversation.trajectory.begun_by = self._why_new(messages, asked.tools)
         conversation.trajectory.messages = list(asked.messages)
         asked.undo = self._undo(conversation, start)
         self._show(conversation.trajectory.messages)
         return conversation
+
+    def _why_new(self, messages: list[Message], tools: list[dict[str, Any]]) -> str:
+        """Return why messages continue no conversation; see `Trajectory.begun_by`."""
+        if all(message["role"] != "assistant" for message in messages):
+            return "new"
+        talk = [message for message in messages if message["role"] != "system"]
+        for conversation, known in self._known.items():
+            if _new_messages(known, messages):
+                return known.ended_by or "tools"
+            talked = [message for message in known.messages if message["role"] != "system"]
+            if conversation.schemas == tools and talk[: len(talked)] == talked:
+                return "system"
+        return "history"
 
     def _new(self, start: str, asked: Asked) -> Conversation:
         key = stream_key("conversation", self._key, start, self._starts[start])
@@ -261,12 +316,13 @@ class LoopPolicy:
             key=key,
             greedy=self._greedy,
             is_text=not asked.tools,
+            alone=self._alone,
             place=None,
         )
         self._conversations.append(conversation)
         return conversation
 
-    def _undo(self, conversation: Conversation, known: list[Message] | str) -> Callable[[], None]:
+    def _undo(self, conversation: Conversation, known: Known | str) -> Callable[[], None]:
         """Return what makes a conversation as it is now; `known` is what it then continues."""
         rewind = conversation.rewinder()
 
@@ -274,6 +330,7 @@ class LoopPolicy:
             self._policy.close(conversation)
             rewind()
             if isinstance(known, str):
+                self._known.pop(conversation, None)
                 self._unsaid[known].append(conversation)
             else:
                 self._known[conversation] = known
@@ -290,28 +347,49 @@ class LoopPolicy:
     def close(self) -> None:
         """End all conversations; whoever asks for another message gets an EpisodeOver."""
         self.is_over = True
+        if self._address is not None:
+            self._address.close()
         for asked in self._asked:
             if not asked.has_arrived:
                 self._take_back(asked)
+        self._is_closed = True
         for conversation in self._conversations:
             self._policy.close(conversation)
 
 
-def _is_going_on(asked: Asked) -> bool:
-    """Return whether a loop may not yet have done what follows its message."""
-    is_made = asked.task is not None and asked.task.done()
-    return is_made and not asked.is_settled and not asked.loop.is_closed()
+def is_refusal(error: BaseException | None) -> bool:
+    """Return whether an exception of a client, or its cause, tells a refusal of the address."""
+    if error is None:
+        return False
+    if isinstance(error, BaseExceptionGroup):
+        return any(map(is_refusal, error.exceptions))
+    of = (error, getattr(error, "response", None))
+    statuses = [getattr(x, n, None) for x in of for n in ("status_code", "status", "code")]
+    is_told = any(status in REFUSED for status in statuses) or any(c in str(error) for c in ENDS)
+    return is_told or is_refusal(error.__cause__ or error.__context__)
 
 
-def _compared(message: Message) -> Message:
-    """Return what is compared of a message: not the ids of calls, which clients write anew."""
+def _new_messages(known: Known, messages: list[Message]) -> int:
+    """Return the number of replies that messages add to a conversation; 0: they do not go on."""
+    size = len(known.messages)
+    is_reply = all(message["role"] in REPLIES for message in messages[size:])
+    return len(messages) - size if is_reply and messages[:size] == known.messages else 0
+
+
+def compared(message: Message) -> Message:
+    """Return what is compared of a message: no ids of calls, which clients write anew, no thoughts.
+
+    Clients keep thoughts apart from the content, or drop them.
+    """
     names = ("role", "content") if message["role"] == "assistant" else ("role", "content", "name")
-    compared = {key: message[key] for key in names if key in message}
+    kept = {key: message[key] for key in names if key in message}
+    if message["role"] == "assistant" and "</think>" in kept["content"]:
+        kept["content"] = kept["content"].rpartition("</think>")[2].strip()
     if calls := message.get("tool_calls"):
         functions = [call["function"] for call in calls]
         pairs = [{"name": f["name"], "arguments": f.get("arguments") or {}} for f in functions]
-        compared["tool_calls"] = [{"type": "function", "function": pair} for pair in pairs]
-    return compared
+        kept["tool_calls"] = [{"type": "function", "function": pair} for pair in pairs]
+    return kept
 
 
 async def play(
@@ -320,7 +398,8 @@ async def play(
     """Let a loop play; return what it returns: the reward or, if others score, a text or None.
 
     A loop that is not async plays in a thread of its own. If a loop does not catch EpisodeOver,
-    the reward is 0, or what others say.
+    the reward is 0, or what others say. At the address, a client of the loop's raises an exception
+    of its own in its place.
     """
     value: Any = None if others_score else 0.0
     try:
@@ -332,6 +411,9 @@ async def play(
         finally:
             policy.is_over = True
     except Exception as error:
+        if policy.refused is not None and is_refusal(error):
+            policy.end = policy.refused
+            return None if others_score else 0.0
         cause = first_of(error)
         # The loop's own deadline may have passed because of what the model has said.
         is_deadline = type(cause) is TimeoutError and isinstance(

@@ -3,9 +3,11 @@
 import asyncio
 import math
 import time
+from bisect import bisect
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
+from functools import partial
 from itertools import groupby
 
 from pipeline.common.console import say
@@ -75,7 +77,8 @@ class Rollout:
         """Return one trajectory per request, in the order of the requests.
 
         A deterministic rollout runs the tasks one after the other, and waits for all environments
-        before each step, so that the shapes of a forward pass depend on one task only.
+        before each step, so that the shapes of a forward pass depend on one task only. Each message
+        of a user's own loop is sampled alone then, whose messages may come in any order.
         """
         return run_coroutine(self._play(requests, greedy, progress))
 
@@ -94,6 +97,7 @@ class Rollout:
             judge=self.judge,
             reply=self.reply,
             watch=self.watch,
+            alone=self.deterministic,
         )
         trajectories = list[Trajectory]()
         for _, group in groupby(requests, lambda r: self.deterministic and r.task.key):
@@ -217,8 +221,28 @@ class SamplerPolicy:
         except asyncio.CancelledError:  # a user's loop was late, or gave the message up
             self.close(conversation)
             raise
+        if (until := self._until_stop(sampled, conversation.stop)) is not None:
+            size, text = until
+            self.close(conversation)  # what was sampled behind the text has never been
+            conversation.trajectory.append(sampled.ids[:size], sampled.logprobs[:size])
+            said = Said(parsed=Parsed(content=text), finished=False, at_stop=True)
+            return conversation.add(said)
         conversation.trajectory.append(sampled.ids, sampled.logprobs)
         return conversation.add(self._said(sampled, conversation))
+
+    def _until_stop(self, sampled: Sampled, stop: Sequence[str]) -> tuple[int, str] | None:
+        """Return the number of tokens until a text is complete that ends the message, if any.
+
+        Beside it stands the text before this end.
+        """
+        decode = partial(self.chat.tokenizer.decode, clean_up_tokenization_spaces=False)
+        whole = decode(sampled.ids) if stop else ""
+        places = [whole.find(text) for text in stop if text in whole]
+        if not places:
+            return None
+        sizes = range(len(sampled.ids))
+        size = bisect(sizes, False, key=lambda n: any(t in decode(sampled.ids[:n]) for t in stop))
+        return size, whole[: min(places)]
 
     def _read(self, conversation: Conversation) -> bool:
         """Add the tokens of new messages; return False if no room is left for a message."""
@@ -258,6 +282,7 @@ class SamplerPolicy:
         for conversation in sorted((c for c in asking if c.place is None), key=lambda c: c.key):
             conversation.move_to_the_end()
         waiting = sorted(asking, key=lambda c: c.place or 0)
+        waiting = [c for c in waiting if c.alone][:1] or waiting
         active = [c for c in waiting if c in self._open or (free := free - 1) >= 0]
         complete: Mapping[Conversation, Sampled] = {}
         try:
@@ -284,7 +309,10 @@ class SamplerPolicy:
             )
             self._open.update(zip(lacking, handles, strict=True))
         per_turn = self.limits.max_tokens_per_turn
-        room = [min(per_turn, self.limits.max_tokens - c.trajectory.num_tokens) for c in active]
+        most = self.limits.max_tokens
+        room = [
+            min(c.max_tokens or per_turn, per_turn, most - c.trajectory.num_tokens) for c in active
+        ]
         until = math.ceil(len(active) * (TURN_SHARE_GPU if on_gpu() else TURN_SHARE))
         handles = [self._open[c] for c in active]
         messages = self.sampler.sample(handles, room, active[0].greedy, until)

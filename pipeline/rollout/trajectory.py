@@ -5,6 +5,7 @@ loss_mask [1 1 1 1  0 0 0  1 1 1]. Here p is a token of the prompt, s a sampled 
 end of turn, and t a token of a tool's reply.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
@@ -60,6 +61,8 @@ class EpisodeRecord:
     tools: dict[str, list[int]] = field(default_factory=dict)  # {tool name: [calls, failed calls]}
     error: str = ""  # text of the environment's failure, or empty
     rewards: dict[str, float | None] = field(default_factory=dict)  # with reward functions, by name
+    # Number of `further` sequences of the episode, by the reason why they began.
+    new_sequences: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(kw_only=True)
@@ -76,9 +79,12 @@ class Trajectory(EpisodeRecord):
     reward_breakdown: dict[str, float] = field(default_factory=dict)  # the parts of the reward
     extra: dict[str, str] = field(default_factory=dict)  # values of `log_extra` by column
     difference: dict[str, list[str]] = field(default_factory=dict)  # {name: [actual, expected]}
+    # Why a further sequence began: `new` (no message of the model in it), another `system` message
+    # or other `tools`, an edited `history`, a message that was `cut` off or ended at a `stop` text,
+    # or `thoughts` that the chat template drops.
+    begun_by: str = ""
     # The other conversations of an episode that a user's own loop has played.
     further: list["Trajectory"] = field(default_factory=list)
-    begun_by: str = ""  # why this sequence began, if it is not the first one of its episode
 
     def __post_init__(self) -> None:
         sizes = {len(self.completion_ids), len(self.loss_mask), len(self.logprobs)}
@@ -114,6 +120,7 @@ class Trajectory(EpisodeRecord):
     def record(self) -> EpisodeRecord:
         found: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(EpisodeRecord)}
         found["num_sampled_tokens"] = self.num_sampled_in_all
+        found["new_sequences"] = dict(Counter(sorted(one.begun_by for one in self.further)))
         return EpisodeRecord(**found)
 
 
@@ -126,6 +133,9 @@ class Conversation:
     key: int  # 64-bit key that selects the random numbers
     greedy: bool = False
     is_text: bool = False  # the model's messages are texts as a whole, without tool calls
+    alone: bool = False  # each message is sampled by itself, not together with others
+    max_tokens: int | None = None  # of the next message, if less than all messages may have
+    stop: tuple[str, ...] = ()  # texts that end the next message
     num_read: int = 0  # number of messages whose tokens are in the trajectory
     # Among those that wait; None: behind them, by `key`, as soon as a message is sampled.
     place: int | None = field(default_factory=lambda: next(_places))
@@ -170,6 +180,7 @@ class Said:
 
     parsed: Parsed
     finished: bool = True  # False if the message was cut off
+    at_stop: bool = False  # whether it was cut off at one of the conversation's texts `stop`
     stopped_by: str = ""  # what ended the message, if it is not the end of a turn
 
 

@@ -1,0 +1,158 @@
+"""What the APIs of the address share: how a request is read, and what an answer needs.
+
+Each API is a module with `PATH`; `read`, which makes a Request of a body; `whole`, which makes the
+body of the reply; `events`, the same in parts, for a stream; and `error`, the body of a refusal.
+"""
+
+import json
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from pipeline.common.untrusted import shown
+from pipeline.data.rows import with_usual_messages
+from pipeline.data.tasks import Message
+from pipeline.rollout.asked import Answer
+
+MAX_N = 128  # most answers to a request
+Body = dict[str, Any]
+Event = tuple[str, Body | str]  # the event's name, which may be empty, and its data
+
+
+class Refusal(Exception):
+    """What a client gets in place of a message; `code` is of OpenAI's kind."""
+
+    def __init__(self, status: int, why: str, code: str = "invalid_request") -> None:
+        super().__init__(why)
+        self.status = status
+        self.code = code
+
+
+@dataclass(kw_only=True)
+class Request:
+    """A request for a message, whatever its API."""
+
+    messages: list[Message]
+    tools: list[dict[str, Any]]
+    body: Body
+    n: int = 1
+    max_tokens: int | None = None
+    stop: tuple[str, ...] = ()
+    ignored: list[str] = field(default_factory=list)  # what it asks for in vain
+
+    def __post_init__(self) -> None:
+        for name, most in (("n", MAX_N), ("max_tokens", math.inf)):
+            value = getattr(self, name)
+            if value is not None and not (type(value) is int and 1 <= value <= most):
+                raise Refusal(400, f"got {name} {shown(value)}; give a whole number from 1 on")
+        if not all(isinstance(text, str) and text for text in self.stop):
+            raise Refusal(400, f"got stop {shown(self.stop)}; give texts")
+
+    @property
+    def key(self) -> str:
+        """What is equal for a request that is sent again."""
+        return json.dumps([self.messages, self.tools, self.n, self.max_tokens, self.stop])
+
+    def asked(self) -> Body:
+        """Return the arguments of `Asked`."""
+        return {
+            **{"messages": self.messages, "tools": self.tools, "stop": self.stop},
+            **{"max_tokens": self.max_tokens, "with_texts": bool(self.body.get("logprobs"))},
+        }
+
+
+class Dialect(Protocol):
+    """One API."""
+
+    @property
+    def PATH(self) -> str: ...
+
+    def read(self, body: Body) -> Request:
+        """Raises Refusal, or any exception of a body that is not of the API."""
+
+    def whole(self, answers: Sequence[Answer], request: Request) -> Body: ...
+
+    def events(self, answers: Sequence[Answer], request: Request) -> Iterator[Event]: ...
+
+    def error(self, status: int, why: str, code: str) -> Body: ...
+
+
+def text_of(content: Any, kinds: Sequence[str] = ("text", "refusal")) -> str:
+    """Return the text of a content, which may have parts. Raises Refusal for an image."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    parts = [{"type": kinds[0], "text": p} if isinstance(p, str) else p for p in content]
+    if other := next((part for part in parts if part["type"] not in kinds), None):
+        kind = shown(other["type"])
+        raise Refusal(400, f"got a part of the type {kind}, but the policy reads text alone")
+    return "".join(part.get("text") or part.get("refusal") or "" for part in parts)
+
+
+def conversation(messages: Sequence[Message]) -> list[Message]:
+    """Return messages in the usual form, without ids; results have the names of their calls.
+
+    They are put in the order of the calls, as programs may report them in any order.
+    """
+    names = dict[str, str]()
+    places = dict[str, int]()
+    talk = list[Message]()
+    results = list[tuple[int, Message]]()
+    end: Message = {"role": ""}
+    for message in [*messages, end]:
+        if message["role"] == "tool":
+            call_id = message.get("tool_call_id", "")
+            name = message.get("name") or names.get(call_id)
+            result = {"role": "tool", "content": message["content"]}
+            place = places.get(call_id, len(places))
+            results.append((place, {**result, "name": name} if name else result))
+            continue
+        talk += [result for _, result in sorted(results, key=lambda pair: pair[0])]
+        results = []
+        calls = message.get("tool_calls") or []
+        if calls:
+            places = {call["id"]: place for place, call in enumerate(calls)}
+            names |= {call["id"]: call["function"]["name"] for call in calls}
+        kept = {k: v for k, v in message.items() if k in ("role", "content", "name") and v}
+        functions = [{"type": "function", "function": call["function"]} for call in calls]
+        talk.append({"content": "", **kept, **({"tool_calls": functions} if calls else {})})
+    *usual, _ = with_usual_messages(talk)
+    if usual and usual[-1]["role"] == "assistant":
+        raise Refusal(400, "got a last message of the assistant; the policy begins its own")
+    return usual
+
+
+def call_of(call_id: Any, name: str, arguments: Any) -> Body:
+    """Return a call, whose arguments may be JSON text."""
+    return {
+        "id": str(call_id or ""),
+        "type": "function",
+        "function": {"name": name, "arguments": arguments},
+    }
+
+
+def calls_of(answer: Answer, request: Request) -> list[tuple[str, str, Body]]:
+    """Return the id, the name and the arguments of each call of an answer.
+
+    An id depends on the request alone, because agents write ids into their prompts.
+    """
+    functions = [call["function"] for call in answer.message.get("tool_calls") or ()]
+    turn = len(request.messages)
+    return [
+        (f"call_{turn}_{number}", function["name"], function["arguments"])
+        for number, function in enumerate(functions)
+    ]
+
+
+def as_text(arguments: Body) -> str:
+    return json.dumps(arguments, ensure_ascii=False)
+
+
+def given(body: Body, *names: str) -> list[str]:
+    """Return the fields of a request that change what is sampled, with their values."""
+    return [f"{name} {shown(body[name])}" for name in names if body.get(name) is not None]
+
+
+def usage_of(answers: Sequence[Answer]) -> tuple[int, int]:
+    """Return the number of tokens of the prompt, and of all answers."""
+    return len(answers[0].prompt_ids), sum(len(answer.ids) for answer in answers)
