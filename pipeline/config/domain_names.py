@@ -43,9 +43,11 @@ def known_domains(config: Config) -> dict[str, EnvironmentFactory]:
 def domains_of_user(data: DataSettings) -> dict[str, EnvironmentFactory]:
     """Return what makes the environments of the domains that are not this package's.
 
-    With reward functions, a domain in `tasks` without an environment gets a single-turn one.
+    With reward functions or an agent, a domain in `tasks` without an environment gets a single-turn
+    one.
     """
-    names = data.tasks.keys() - EMBEDDED_DOMAINS if data.reward_funcs else ()
+    named = data.tasks.keys() if data.reward_funcs else data.tasks.keys() & data.agents
+    names = named - EMBEDDED_DOMAINS.keys()
     targets = {**dict.fromkeys(sorted(names), SINGLE_TURN), **data.environments}
     return {
         name: EnvironmentFactory(factory=value) if isinstance(value, str) else value

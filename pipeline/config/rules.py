@@ -188,6 +188,7 @@ def _names(config: Config) -> Verdicts:
     of_run = "domains of the run, as `domains` lists them"
     yield from ((True, _unknown_domain(name, known)) for name in used if name not in known)
     for setting, named, choices, kind in (
+        ("agents", data.agents, used, of_run),
         ("tasks", data.tasks, used, of_run),
         ("eval_tasks", data.eval_tasks, used, of_run),
         ("demonstrations", data.demonstrations, used, of_run),
@@ -209,7 +210,7 @@ def _unknown_domain(name: str, known: Sequence[str]) -> str:
     offered = [*known, *sorted(installed_domains().names - {*known})]
     near = nearest(name, offered)
     hint = "install its package, or give its class in `environments`, or its `tasks` with"
-    hint += f" `reward_funcs`; did you mean {near}?" if near else " `reward_funcs`"
+    hint += " `reward_funcs` or `agents`" + f"; did you mean {near}?" * bool(near)
     return f"domains: got {name!r}; name known domains ({', '.join(offered)}), {hint}"
 
 

@@ -144,6 +144,9 @@ class DataSettings(Section):
     environments: dict[str, str | EnvironmentFactory] = field(
         {}, "domains of your own: {bank: my_pkg.bank:BankEnv}, or {factory: ..., arguments: {...}}"
     )
+    agents: dict[str, Text] = field(
+        {}, "what plays the episodes of a domain, a loop of your own: {bank: my_pkg.agent:play}"
+    )
     tau2: Path | None = field(None, "a checkout of tau2-bench, whose three domains replace ours")
     tau2_arguments: dict[str, Any] = field(
         {}, "of these domains: {reward: official, refuel_consent: false, customer: scripted}"

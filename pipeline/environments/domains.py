@@ -64,7 +64,8 @@ LOOP += ", with these names"
 class Domain:
     """One domain of a run. A field that the domain's module does not define is None or empty.
 
-    A `loop` plays the episodes itself, and returns the rewards; the environment has no tools then.
+    A `loop` plays the episodes itself. If there is an environment, too, the loop gets its tools and
+    its user, and its `get_reward` scores.
     """
 
     name: str
@@ -83,11 +84,19 @@ class Domain:
 
     @property
     def own_reward(self) -> str:
-        """The name of the reward of a loop or `get_reward`; empty if only functions score."""
-        if self.loop is not None:
-            return getattr(self.loop, "__name__", "OwnLoop")
-        has_reward = callable(getattr(self.environment, "get_reward", None))
-        return self.environment.__name__ if has_reward else ""
+        """The name of the reward of `get_reward` or a loop; empty if only functions score."""
+        if self.has_get_reward:
+            return self.environment.__name__
+        return "" if self.loop is None else getattr(self.loop, "__name__", "OwnLoop")
+
+    @property
+    def has_get_reward(self) -> bool:
+        return callable(getattr(self.environment, "get_reward", None))
+
+    @property
+    def is_loop_alone(self) -> bool:
+        """Whether a loop plays the episodes without an environment."""
+        return self.loop is not None and self.environment is SingleTurnEnvironment
 
     @property
     def tools(self) -> list[dict[str, Any]]:
@@ -143,14 +152,27 @@ def load_domains(config: Config) -> dict[str, Domain]:
     """Return {name: domain} in the order of `data.domains`; raises UserError if a domain is bad."""
     known = known_domains(config)
     own = domains_of_user(config.data)
-    return {
-        name: replace(
-            _load(name, known[name], config),
-            module=known[name].factory.partition(":")[0],
-            is_own=name in own,
-        )
-        for name in config.data.domains
-    }
+    domains = dict[str, Domain]()
+    for name in config.data.domains:
+        domain = _load(name, known[name], config)
+        module = known[name].factory.partition(":")[0]
+        domains[name] = replace(domain, module=module, is_own=name in own)
+        if target := config.data.agents.get(name):
+            domains[name] = _with_agent(domains[name], target)
+    return domains
+
+
+def _with_agent(domain: Domain, target: str) -> Domain:
+    """Return a domain whose episodes are played by what `agents` names. Raises UserError."""
+    where = f"agents: {domain.name}: got {target!r}"
+    if domain.loop is not None:
+        raise UserError(f"{where}, but its environment is a loop itself; take one of the two out")
+    _, loop = imported(where, target)
+    if not is_loop(loop):
+        raise UserError(f"{where}, which is {shown(loop)}; {LOOP}")
+    with refused(f"{where}, which cannot be called with (policy, task)", LOOP):
+        inspect.signature(loop).bind(None, None)
+    return replace(domain, loop=loop)
 
 
 def imported(where: str, target: str) -> tuple[Any, Any]:
@@ -169,7 +191,7 @@ def imported(where: str, target: str) -> tuple[Any, Any]:
 
 
 def _load(name: str, setting: EnvironmentFactory, config: Config) -> Domain:
-    needs_reward = not config.data.reward_funcs
+    needs_reward = not config.data.reward_funcs and name not in config.data.agents
     package = package_of(name, setting.factory)
     origin = f" of the installed package {package}" if package else ""
     where = f"environments: {name}{origin}: got {setting.factory!r}"
@@ -331,7 +353,7 @@ def generated(
     `difficulty` takes the place of the setting's.
     """
     data = config.data
-    if domain.generate_tasks is None and domain.loop is not None:
+    if domain.generate_tasks is None and domain.is_loop_alone:
         hint = f"give --tasks '{{{domain.name}: FILE}}', or generate_tasks beside the loop"
         raise UserError(f"tasks of {domain.name}: none for its loop in {domain.module}; {hint}")
     if domain.generate_tasks is None:

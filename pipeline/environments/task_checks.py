@@ -42,8 +42,8 @@ def try_task(
     episode must have a request. With a `success`, the domain's expert must also reach this reward
     if the task has a goal.
     """
-    if domain.loop is not None:
-        return ""  # a loop cannot be tried without a model
+    if domain.is_loop_alone:
+        return ""  # it cannot be tried without a model
     where = f"{source}: task {shown(task.id)}"
     starts = list[Started]()
     is_solvable = success is not None and domain.expert is not None and goal_of(task) is not None

@@ -45,7 +45,7 @@ def hashes_of_modules(config: Config) -> dict[str, str]:
     """Return the hash of each imported module of user code, by a name for it."""
     hashes = dict[str, str]()
     factories = (setting.factory for setting in known_domains(config).values())
-    for target in (*factories, *config.data.reward_funcs):
+    for target in (*factories, *config.data.agents.values(), *config.data.reward_funcs):
         hashes |= _hashes_of_modules(target.partition(":")[0])
     return hashes
 

@@ -1,15 +1,26 @@
-"""What a user's loop asks the policy for, and what it gets."""
+"""What a user's loop asks the policy and its domain's environment for, and what it gets."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple, TypeAlias
 
 from pipeline.data.tasks import Message
 from pipeline.rollout.trajectory import StopReason
+
+# A tool's result or the customer's answer, and why the episode ends with it, if it does.
+Act: TypeAlias = tuple[Any, StopReason | None]
+
+
+class World(NamedTuple):
+    """What a loop has of its domain's environment; the functions run in the rollout's thread."""
+
+    tools: list[dict[str, Any]]  # JSON schemas
+    call: Callable[[str, dict[str, Any]], Awaitable[Act]]
+    reply: Callable[[str], Awaitable[Act]]
 
 
 class EpisodeOver(Exception):

@@ -1,8 +1,9 @@
 """The story of an episode, from `reset` to the reward.
 
 `Episode.play` tells it: `_reset` makes the environment, `_converse` lets policy, tools and customer
-take turns (or `_let_play` a user's own loop), and `_score` asks the environment for the reward. The
-policy is in `rollout.py`. Reward functions are called when all episodes of a rollout have ended.
+take turns (or `_let_play` a user's own loop, which calls tools and customer itself), and `_score`
+asks the environment for the reward. The policy is in `rollout.py`. Reward functions are called when
+all episodes of a rollout have ended.
 """
 
 import inspect
@@ -10,7 +11,7 @@ import json
 import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -25,7 +26,7 @@ from pipeline.environments.language_models.customers import OpeningMessage
 from pipeline.environments.tools import RandomState, reply_of
 from pipeline.models.chat.template import Chat
 from pipeline.models.chat.text import Parsed
-from pipeline.rollout.own_loop import LoopPolicy, play
+from pipeline.rollout.own_loop import Act, LoopPolicy, World, play
 from pipeline.rollout.trajectory import Conversation, Policy, StopReason, Trajectory
 
 UNKNOWN_TOOL = "unknown"  # calls of all nonexistent tools are counted under this name
@@ -82,6 +83,7 @@ class Episode:
         self._until: float | None = None  # as the rollout's
         self.environment: Any = None
         self.returned: float | str | None = None  # by a user's loop
+        self._seen = list[Message]()  # what the environment has seen of an episode of a loop
         self.in_background = opening_message is not None or tools.may_wait(domain.environment)
         # In the background, episodes would change the global state of each other.
         is_used = tools.uses_random_state(domain.environment) and not self.in_background
@@ -116,9 +118,11 @@ class Episode:
             if self.domain.loop is None:
                 trajectory.stop_reason = await self._converse(conversation)
                 self.shared.policy.close(conversation)
-                await self._score()
+                await self._score(trajectory.messages)
             else:
                 trajectory.stop_reason = await self._let_play(self.domain.loop)
+                if self.domain.has_get_reward:
+                    await self._score(self._seen)
         except EnvironmentFault as fault:
             self.shared.policy.close(conversation)
             trajectory.stop_reason = StopReason.ENVIRONMENT_ERROR
@@ -147,8 +151,10 @@ class Episode:
         return end
 
     async def _let_play(self, loop: Play) -> StopReason:
-        """Let a user's loop play the episode, and score it."""
+        """Let a user's loop play the episode; what it returns is the reward, or others score it."""
         trajectory = self.trajectory
+        self.task = replace(self.task, prompt=tuple(map(dict, trajectory.messages)))
+        self._seen += self.task.prompt
         policy = LoopPolicy(
             self.shared.policy,
             self.shared.chat,
@@ -159,22 +165,31 @@ class Episode:
             alone=self.shared.alone,
             wake=self.shared.calls.answered.set,
             show=self._show,
+            world=World(self.domain.tools, self._call_of_loop, self._reply_to_loop),
         )
+        scored_by = "functions" if self.shared.has_reward_functions else "loop"
+        scored_by = "environment" if self.domain.has_get_reward else scored_by
         try:
             self.returned = await self.shared.calls.loop(
                 self.task.key,
                 getattr(loop, "__name__", "play"),
                 policy,
-                partial(play, loop, policy, self.task, self.shared.has_reward_functions),
+                partial(play, loop, policy, self.task, scored_by),
             )
         except EnvironmentFault as fault:
             fault.outage = fault.outage or policy.lost_connection
-            raise
+            if policy.fault is None:
+                raise
         finally:
             policy.close()
             trajectory.num_turns = sum(one.num_turns for one in trajectory.sequences)
-            # What the model has said may have made the loop fail.
-            self._left_out = "" if trajectory.num_turns else "reset"
+            if policy.fault is None:  # else the call that has failed says it
+                # What the model has said may have made the loop fail.
+                self._left_out = "" if trajectory.num_turns else "reset"
+        if policy.fault is not None:
+            raise policy.fault
+        if isinstance(self.returned, str):
+            await self._end_with(self.returned)
         trajectory.reward = self.returned if isinstance(self.returned, float) else 0.0
         if policy.end is None and policy.is_cut:
             return StopReason.MAX_TOKENS
@@ -207,76 +222,114 @@ class Episode:
         return StopReason.MALFORMED_CALL if too_many else None
 
     async def _call_tools(self, parsed: Parsed) -> StopReason | None:
-        self._left_out = ""
-        methods = tool_methods(self.domain.environment)
-        most = self.shared.limits.max_repeated_calls
         replies = list[Message]()
         end = None
         for name, arguments in parsed.calls:
-            if most:
-                self._repeated.append(json.dumps([name, arguments], sort_keys=True))
-            call = partial(tools.answer_call, self.environment, name, arguments)
-            method = methods.get(name, raw_call(self.domain.environment))
             try:
-                result = await self._call(name, call, method)
+                result, end = await self._call_tool(name, arguments)
             except EnvironmentFault:
                 self._add(*replies)
                 raise
-            if result.raised:
-                self.trajectory.num_tool_errors += 1
-                self.shared.faults.add(*self.task.key, name, result.raised)
-            known = name if name in methods else UNKNOWN_TOOL
-            num_calls, num_errors = self.trajectory.tools.get(known, (0, 0))
-            self.trajectory.tools[known] = [num_calls + 1, num_errors + result.is_error]
             replies.append({"role": "tool", "name": name, "content": result.content})
-            if result.is_last:
-                end = StopReason.COMPLETED
-                break
-            if most and self._repeated[-most:] == self._repeated[-1:] * most:
-                end = StopReason.REPEATED_CALL
+            if end is not None:
                 break
         self._add(*replies)
         return end
 
+    async def _call_tool(
+        self, name: str, arguments: dict[str, Any]
+    ) -> tuple[tools.ToolAnswer, StopReason | None]:
+        """Call a tool; return its answer, and why the episode ends with it, if it does."""
+        self._left_out = ""
+        methods = tool_methods(self.domain.environment)
+        most = self.shared.limits.max_repeated_calls
+        if most:
+            self._repeated.append(json.dumps([name, arguments], sort_keys=True))
+        call = partial(tools.answer_call, self.environment, name, arguments)
+        method = methods.get(name, raw_call(self.domain.environment))
+        result = await self._call(name, call, method)
+        if result.raised:
+            self.trajectory.num_tool_errors += 1
+            self.shared.faults.add(*self.task.key, name, result.raised)
+        known = name if name in methods else UNKNOWN_TOOL
+        num_calls, num_errors = self.trajectory.tools.get(known, (0, 0))
+        self.trajectory.tools[known] = [num_calls + 1, num_errors + result.is_error]
+        if result.is_last:
+            return result, StopReason.COMPLETED
+        is_repeated = most and self._repeated[-most:] == self._repeated[-1:] * most
+        return result, StopReason.REPEATED_CALL if is_repeated else None
+
+    async def _call_of_loop(self, name: str, arguments: dict[str, Any]) -> Act:
+        function = {"name": name, "arguments": arguments}
+        calls = [{"type": "function", "function": function}]
+        self._seen.append({"role": "assistant", "content": "", "tool_calls": calls})
+        answer, end = await self._call_tool(name, arguments)
+        result = {"role": "tool", "name": name, "content": answer.content}
+        self._shorten(result)
+        self._seen.append(result)
+        told = {key: result[key] for key in ("role", "name", "content")}
+        return {**told, "is_error": answer.is_error or "raw_content" in result}, end
+
+    async def _reply_to_loop(self, text: str) -> Act:
+        self._seen.append({"role": "assistant", "content": text})
+        said = await self._reply_to(text)
+        if said is None:
+            return None, StopReason.COMPLETED
+        self._seen.append({"role": "user", "content": said})
+        return said, None
+
     async def _ask_customer(self, message: str) -> StopReason | None:
+        said = await self._reply_to(message)
+        if said is None:
+            return StopReason.COMPLETED
+        self._add({"role": "user", "content": said})
+        return None
+
+    async def _reply_to(self, message: str) -> str | None:
+        """Return the customer's answer; if there is none, the message is the final one."""
         self._repeated = []
         self._left_out = "reply"
         reply = tools.method_of(self.environment, "user", "reply")
         ask = partial(self.shared.reply, self.environment, message)
-        said = await self._call("reply", ask, reply)
-        if said is not None:
-            self._add({"role": "user", "content": said})
-            return None
+        said: str | None = await self._call("reply", ask, reply)
+        if said is None:
+            await self._end_with(message)
+        return said
+
+    async def _end_with(self, message: str) -> None:
+        """Give the environment the final message."""
         self._left_out = ""
+        final = {"role": "assistant", "content": message}
+        self._seen += [final] if self._seen[-1:] != [final] else []
         await self._call(
             "final message", partial(setattr, self.environment, "final_message", message)
         )
-        return StopReason.COMPLETED
 
     def _add(self, *replies: Message) -> None:
         """Add replies to the conversation; the result of a tool that is too long is an error."""
-        most = self.shared.limits.max_tool_result_tokens
         for reply in (reply for reply in replies if reply["role"] == "tool"):
-            num_tokens = self.shared.chat.num_content_tokens(reply["content"])
-            if num_tokens > most:
-                reply["raw_content"] = reply["content"]
-                reply["content"] = tools.error_result("result too long")
-                why = f"its result has {num_tokens} tokens, max_tool_result_tokens is {most}"
-                self.shared.faults.add(*self.task.key, reply["name"], why)
+            self._shorten(reply)
         self.trajectory.messages += replies
         self._show(list(replies))
+
+    def _shorten(self, result: Message) -> None:
+        most = self.shared.limits.max_tool_result_tokens
+        num_tokens = self.shared.chat.num_content_tokens(result["content"])
+        if num_tokens > most:
+            result["raw_content"] = result["content"]
+            result["content"] = tools.error_result("result too long")
+            why = f"its result has {num_tokens} tokens, max_tool_result_tokens is {most}"
+            self.shared.faults.add(*self.task.key, result["name"], why)
 
     def _show(self, messages: list[Message]) -> None:
         if self.shared.watch is not None:
             self.shared.watch(self.environment, messages)
 
-    async def _score(self) -> None:
+    async def _score(self, messages: list[Message]) -> None:
         trajectory = self.trajectory
         self._left_out = ""
         self._until = math.inf  # what is over is scored
-        score = partial(
-            tools.outcome_of, self.environment, trajectory.stop_reason.value, trajectory.messages
-        )
+        score = partial(tools.outcome_of, self.environment, trajectory.stop_reason.value, messages)
         method = tools.method_of(self.environment, "get_reward")
         outcome = await self._call("get_reward", score, method)
         trajectory.reward, trajectory.reward_breakdown, trajectory.difference = outcome

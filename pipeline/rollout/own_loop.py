@@ -14,13 +14,13 @@ import json
 import math
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import suppress
 from copy import deepcopy
 from functools import partial
 from typing import Any, TypeVar
 
-from pipeline.common.untrusted import is_plain, shown
+from pipeline.common.untrusted import is_plain, parse_json, shown
 from pipeline.config.settings import RolloutSettings
 from pipeline.data.rng import stream_key
 from pipeline.data.rows import messages_problem, with_usual_messages
@@ -28,10 +28,10 @@ from pipeline.data.tasks import Message, Task
 from pipeline.environments.calls import is_async, run_coroutine
 from pipeline.environments.discovery import place_of, schemas_problem
 from pipeline.environments.domains import Play
-from pipeline.environments.faults import first_of, wait_of
+from pipeline.environments.faults import EnvironmentFault, first_of, wait_of
 from pipeline.environments.tools import MAX_REWARD, as_number, writable
 from pipeline.models.chat.template import Chat
-from pipeline.rollout.asked import Answer, Asked, Known
+from pipeline.rollout.asked import Act, Answer, Asked, Known, World
 from pipeline.rollout.asked import EpisodeOver as EpisodeOver
 from pipeline.rollout.trajectory import Conversation, Policy, StopReason, Trajectory
 
@@ -63,6 +63,7 @@ class LoopPolicy:
         alone: bool = False,
         wake: Callable[[], None],
         show: Callable[[list[Message]], None],
+        world: World,
     ) -> None:
         self._wake = wake
         self._show = show
@@ -90,6 +91,11 @@ class LoopPolicy:
         self._num_said = 0
         self._asked = list[Asked]()  # those that may not have reached the loop
         self._since = time.monotonic()  # when the loop began, or got its last message
+        self.tools = world.tools
+        self._world = world
+        self._in_turn = asyncio.Lock()  # for the environment, which knows one call at a time
+        self._acts = set[asyncio.Task[Any]]()  # calls of the environment, in the rollout's loop
+        self.fault: EnvironmentFault | None = None  # of the environment, which ends the episode
 
     @property
     def base_url(self) -> str:
@@ -114,7 +120,7 @@ class LoopPolicy:
     @property
     def busy_s(self) -> float:
         """The seconds since the loop's last message, or 0 while it waits for one."""
-        is_open = self._num_asked > self._num_said
+        is_open = self._num_asked > self._num_said or bool(self._acts)
         return 0.0 if is_open else time.monotonic() - self._since
 
     async def message(
@@ -337,6 +343,57 @@ class LoopPolicy:
 
         return undo
 
+    async def call(self, name: str, arguments: dict[str, Any] | str) -> Message:
+        """Call a tool of the domain's environment, one after the other.
+
+        Returns the result as a message to append, whose `is_error` says whether the call failed.
+        `arguments` may be JSON text, as clients give it. Raises EpisodeOver if the episode is over,
+        also by an earlier call.
+        """
+        given: Any = deepcopy(arguments)
+        if isinstance(arguments, str):
+            with suppress(ValueError):
+                given = parse_json(arguments)
+        if not isinstance(given, dict) or not is_plain([name, given]):
+            raise ValueError(f"policy.call: {name} needs its arguments by name, as JSON has them")
+        result: Message = await self._act(partial(self._world.call, name, given))
+        return result
+
+    async def reply(self, text: str) -> str | None:
+        """Return the simulated customer's answer to a text; None: it was the final message.
+
+        Without a customer, it always is. Raises EpisodeOver if the episode is over.
+        """
+        said: str | None = await self._act(partial(self._world.reply, writable(text)))
+        return said
+
+    async def _act(self, act: Callable[[], Awaitable[Act]]) -> Any:
+        """Let the environment act, in the rollout's event loop."""
+        await asyncio.sleep(0)  # or a loop that goes on would block the event loop
+        if self.is_over or self.end is not None:
+            raise EpisodeOver(self.end or StopReason.COMPLETED)
+        return await asyncio.wrap_future(
+            asyncio.run_coroutine_threadsafe(self._acted(act), self._main)
+        )
+
+    async def _acted(self, act: Callable[[], Awaitable[Act]]) -> Any:
+        task = asyncio.current_task()
+        assert task is not None
+        self._acts.add(task)
+        try:
+            async with self._in_turn:
+                if self.is_over or self.end is not None:
+                    raise EpisodeOver(self.end or StopReason.COMPLETED)
+                value, self.end = await act()
+                return value
+        except EnvironmentFault as fault:
+            self.fault = fault
+            self.end = StopReason.ENVIRONMENT_ERROR
+            raise EpisodeOver(self.end) from None
+        finally:
+            self._acts.remove(task)
+            self._since = time.monotonic()
+
     def wait(self, awaitable: Coroutine[Any, Any, Value]) -> Value:
         """Return what a method gives, to a loop that is not async: `wait(message(messages))`."""
         if asyncio._get_running_loop() is not None:
@@ -355,6 +412,8 @@ class LoopPolicy:
         self._is_closed = True
         for conversation in self._conversations:
             self._policy.close(conversation)
+        for act in self._acts:
+            act.cancel()
 
 
 def is_refusal(error: BaseException | None) -> bool:
@@ -392,16 +451,24 @@ def compared(message: Message) -> Message:
     return kept
 
 
+# What a loop shall return, by who scores its episodes.
+RETURNS = {
+    "loop": f"the reward, a number up to {MAX_REWARD:g}, or give reward_funcs, which score a text",
+    "functions": f"a reward, a number up to {MAX_REWARD:g}, or a text or None, which they score",
+    "environment": "the final message, a text, or None; get_reward scores",
+}
+
+
 async def play(
-    loop: Play, policy: LoopPolicy, task: Task, others_score: bool = False
+    loop: Play, policy: LoopPolicy, task: Task, scored_by: str = "loop"
 ) -> float | str | None:
     """Let a loop play; return what it returns: the reward or, if others score, a text or None.
 
     A loop that is not async plays in a thread of its own. If a loop does not catch EpisodeOver,
     the reward is 0, or what others say. At the address, a client of the loop's raises an exception
-    of its own in its place.
+    of its own in its place. `scored_by` is a key of RETURNS.
     """
-    value: Any = None if others_score else 0.0
+    value: Any = 0.0 if scored_by == "loop" else None
     try:
         try:
             played = loop if is_async(loop) else partial(asyncio.to_thread, loop)
@@ -413,7 +480,7 @@ async def play(
     except Exception as error:
         if policy.refused is not None and is_refusal(error):
             policy.end = policy.refused
-            return None if others_score else 0.0
+            return 0.0 if scored_by == "loop" else None
         cause = first_of(error)
         # The loop's own deadline may have passed because of what the model has said.
         is_deadline = type(cause) is TimeoutError and isinstance(
@@ -421,17 +488,13 @@ async def play(
         )
         policy.lost_connection = wait_of(error) is not None and not is_deadline
         raise
-    if others_score and value is None:
-        return None
-    if others_score and isinstance(value, str):
-        return writable(value)
+    if scored_by != "loop" and (value is None or isinstance(value, str)):
+        return value and writable(value)
     name = f"{getattr(loop, '__name__', 'play')}{place_of(loop)}"
     try:
         reward = as_number(value, name)
     except Exception:  # `__float__` may be user code
         reward = math.nan
-    if not abs(reward) <= MAX_REWARD:
-        scored = "a text or None" if others_score else "give reward_funcs, which score a text"
-        hint = f"return the reward, a number up to {MAX_REWARD:g}, or {scored}"
-        raise ValueError(f"{name} returned {shown(value)}; {hint}")
+    if scored_by == "environment" or not abs(reward) <= MAX_REWARD:
+        raise ValueError(f"{name} returned {shown(value)}; return {RETURNS[scored_by]}")
     return reward

@@ -61,7 +61,7 @@ def check_reward_functions(
         applying = [function for function in functions if function.name not in lacking]
         summed = [f"{function.name} (weight {function.weight:g})" for function in applying]
         if domain.own_reward:
-            is_loop = domain.loop is not None
+            is_loop = domain.loop is not None and not domain.has_get_reward
             own = "what {} returns, if it is a number" if is_loop else "get_reward of {}"
             summed.insert(0, f"{own.format(domain.own_reward)} (weight 1)")
         if not summed:

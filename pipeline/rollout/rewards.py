@@ -115,7 +115,7 @@ class Completion:
     @property
     def own_reward(self) -> float | None:
         """The reward of the domain itself; None if a loop has left the reward to functions."""
-        if self.domain.loop is None:
+        if self.domain.loop is None or self.domain.has_get_reward:
             return self.trajectory.reward
         return None if isinstance(self.returned, str) else self.returned
 

@@ -69,7 +69,7 @@ def test_an_unknown_domain_is_told_with_the_nearest_of_all(install, typed, meant
     line = refusal(parse, ["--domains", typed])
     known = "name known domains (airline, retail, telecom, cloakroom), install its package"
     says(line, f"domains: got '{typed}'; {known}, or give its class in `environments`")
-    assert line.endswith(f"; did you mean {meant}?" if meant else "with `reward_funcs`")
+    assert line.endswith(f"; did you mean {meant}?" if meant else "with `reward_funcs` or `agents`")
 
 
 def test_two_packages_that_claim_one_name_are_refused_if_it_is_asked_for(install):
