@@ -35,9 +35,13 @@ def save_transcripts(
             turns = [turn for one in trajectory.sequences for turn in sampled_turns(one)]
             messages = list(trajectory.messages)
             for number, one in enumerate(trajectory.further, 2):
-                messages += [{"role": "conversation", "content": str(number)}, *one.messages]
+                messages += [
+                    {"role": "conversation", "content": f"{number}: {one.begun_by}"},
+                    *one.messages,
+                ]
             record = asdict(trajectory.record())
             rewards = record.pop("rewards")
+            causes = record.pop("new_sequences")
             line = {
                 **record,
                 "messages": messages,
@@ -48,6 +52,7 @@ def save_transcripts(
                 "logprobs": [[round(number, 3) for number in numbers] for _, numbers in turns],
             }
             line |= {"rewards": rewards, "extra": trajectory.extra} if rewards else {}
+            line |= {"new_sequences": causes} if causes else {}
             line |= {"preface": trajectory.preface} if trajectory.preface else {}
             line |= {"customer": trajectory.customer} if trajectory.customer else {}
             file.write(json.dumps(line, ensure_ascii=False) + "\n")

@@ -427,4 +427,9 @@ def training_summary(gathered: Sequence[Sequence[EpisodeRecord]]) -> dict[str, A
             domain: tool_counts(record.tools for record in of)
             for domain, of in grouped(records, "domain").items()
         },
+        "sequences": {
+            domain: {"episodes": len(of), **sum((Counter(r.new_sequences) for r in of), Counter())}
+            for domain, of in grouped(records, "domain").items()
+            if any(r.new_sequences for r in of)
+        },
     }

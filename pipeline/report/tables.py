@@ -4,6 +4,7 @@ The success of sampled episodes and the success of greedy episodes are separate 
 reports never compare these measurements with each other.
 """
 
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from math import ceil
 from statistics import fmean
@@ -194,6 +195,7 @@ def report_data(run: RunData, live: bool = False) -> dict[str, Any]:
         "train_tasks": train_tasks_in_words(run),
         "transfer_by": [_transfer_by(kind, of) for kind, of in columns.items()],
         "calls": _calls_in_training(run),
+        "sequences": _sequences_in_training(run),
         "stop_reasons": {key: key.removeprefix(STOP) for key in metrics if key.startswith(STOP)},
         "left_out": [key for key in metrics if key.startswith(LEFT_OUT)],
         "rewards_by_name": _rewards_by_name(run),
@@ -274,6 +276,20 @@ def _calls_in_training(run: RunData) -> dict[str, list[int]]:
         for stage in run.results.get("training", {}).values()
         for domain, tools in stage.get("tools", {}).items()
     )
+
+
+def _sequences_in_training(run: RunData) -> Rows:
+    """Return a row per domain whose episodes had several sequences, with why further ones began."""
+    totals = defaultdict[str, Counter[str]](Counter)
+    for stage in run.results.get("training", {}).values():
+        for domain, counts in stage.get("sequences", {}).items():
+            totals[domain] += Counter(counts)
+    causes = dict.fromkeys(cause for of in totals.values() for cause in of if cause != "episodes")
+    rows = []
+    for domain, of in totals.items():
+        per_episode = of.total() / of["episodes"]
+        rows.append([domain, f"{per_episode:.2f}", *(str(of[cause]) for cause in causes)])
+    return [["domain", "sequences of an episode", *causes], *rows] if causes else []
 
 
 def _transfer_by(kind: str, of: Mapping[str, Any]) -> Rows:

@@ -9,6 +9,7 @@ all episodes of a rollout have ended.
 import inspect
 import json
 import math
+from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -27,7 +28,7 @@ from pipeline.environments.tools import RandomState, reply_of
 from pipeline.models.chat.template import Chat
 from pipeline.models.chat.text import Parsed
 from pipeline.rollout.own_loop import Act, LoopPolicy, World, play
-from pipeline.rollout.trajectory import Conversation, Policy, StopReason, Trajectory
+from pipeline.rollout.trajectory import CAUSES, Conversation, Policy, StopReason, Trajectory
 
 UNKNOWN_TOOL = "unknown"  # calls of all nonexistent tools are counted under this name
 
@@ -129,6 +130,8 @@ class Episode:
             trajectory.error = str(fault)
             trajectory.left_out = "outage" if fault.outage else self._left_out
             self.shared.faults.add(*self.task.key, fault.call, str(fault))
+        causes = Counter(sequence.begun_by for sequence in trajectory.further)
+        trajectory.new_sequences = {cause: causes[cause] for cause in CAUSES if causes[cause]}
 
     async def _converse(self, conversation: Conversation) -> StopReason:
         """Let policy, tools and customer take turns until something ends the episode."""

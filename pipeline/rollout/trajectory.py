@@ -5,7 +5,6 @@ loss_mask [1 1 1 1  0 0 0  1 1 1]. Here p is a token of the prompt, s a sampled 
 end of turn, and t a token of a tool's reply.
 """
 
-from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
@@ -15,6 +14,12 @@ from typing import Any, Protocol, TypeVar
 from pipeline.models.chat.text import Parsed
 
 _places = count()  # of the conversations that wait, in their order
+
+
+# Why a sequence began that is not the first of its episode: it has no message of the model yet,
+# another system message, other tools, an edited history; it follows a message that was cut off, or
+# that ended at a text `stop`; or the chat template drops thoughts.
+CAUSES = ("new", "system", "tools", "history", "cut", "stop", "thoughts")
 
 
 class StopReason(StrEnum):
@@ -61,7 +66,7 @@ class EpisodeRecord:
     tools: dict[str, list[int]] = field(default_factory=dict)  # {tool name: [calls, failed calls]}
     error: str = ""  # text of the environment's failure, or empty
     rewards: dict[str, float | None] = field(default_factory=dict)  # with reward functions, by name
-    # Number of `further` sequences of the episode, by the reason why they began.
+    # {one of CAUSES: number of the episode's sequences that began so}
     new_sequences: dict[str, int] = field(default_factory=dict)
 
 
@@ -79,10 +84,7 @@ class Trajectory(EpisodeRecord):
     reward_breakdown: dict[str, float] = field(default_factory=dict)  # the parts of the reward
     extra: dict[str, str] = field(default_factory=dict)  # values of `log_extra` by column
     difference: dict[str, list[str]] = field(default_factory=dict)  # {name: [actual, expected]}
-    # Why a further sequence began: `new` (no message of the model in it), another `system` message
-    # or other `tools`, an edited `history`, a message that was `cut` off or ended at a `stop` text,
-    # or `thoughts` that the chat template drops.
-    begun_by: str = ""
+    begun_by: str = ""  # one of CAUSES, or empty for the first sequence
     # The other conversations of an episode that a user's own loop has played.
     further: list["Trajectory"] = field(default_factory=list)
 
@@ -120,7 +122,6 @@ class Trajectory(EpisodeRecord):
     def record(self) -> EpisodeRecord:
         found: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(EpisodeRecord)}
         found["num_sampled_tokens"] = self.num_sampled_in_all
-        found["new_sequences"] = dict(Counter(sorted(one.begun_by for one in self.further)))
         return EpisodeRecord(**found)
 
 

@@ -24,7 +24,7 @@ from pipeline.distributed.devices import on_gpu
 from pipeline.distributed.ranks import Ranks
 from pipeline.rollout.rewards import RewardFunctions
 from pipeline.rollout.rollout import Rollout
-from pipeline.rollout.trajectory import LEFT_OUT, StopReason, Trajectory, succeeded
+from pipeline.rollout.trajectory import CAUSES, LEFT_OUT, StopReason, Trajectory, succeeded
 from pipeline.training.collect import RolloutBatch, is_left_out
 from pipeline.training.grpo import zero_std_groups
 from pipeline.training.updater import Updater
@@ -37,6 +37,7 @@ ZERO_STD = {
     "too_few_left": ("few",),
 }
 LEFT = "rollout/left_out/"  # begins metrics that are there if they are not 0
+NEW = "rollout/new_sequences/"  # ... too
 
 
 def rollout_metrics(
@@ -71,7 +72,7 @@ def rollout_metrics(
             excess = squares - count * metrics[f"rewards/{name}/mean"] ** 2
             metrics[f"rewards/{name}/std"] = (max(0.0, excess) / max(1, count - 1)) ** 0.5
     counts["train/num_tokens"] += num_tokens
-    metrics |= {n: c for n, c in counts.items() if c or not n.startswith(LEFT)}
+    metrics |= {n: c for n, c in counts.items() if c or not n.startswith((LEFT, NEW))}
     metrics |= _of_all_episodes(batch.first, ranks)
     if config.grpo.dynamic_sampling:
         replacements = sum(batch.rounds[1:])
@@ -123,6 +124,9 @@ def _sums(
             f"played {domain}": len(all_of),
             f"errors {domain}": sum(t.stop_reason is failed for t in all_of),
             **{f"{LEFT}{why}/{domain}": sum(t.left_out == why for t in all_of) for why in LEFT_OUT},
+            **{
+                f"{NEW}{c}/{domain}": sum(t.new_sequences.get(c, 0) for t in all_of) for c in CAUSES
+            },
         }
         means[f"reward/{domain}"] = (sum(judged), len(judged))
         for kind, of in ZERO_STD.items():

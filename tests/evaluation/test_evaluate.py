@@ -4,6 +4,7 @@ records; and when too many episodes of a domain end in errors of their environme
 
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 
 import pytest
 from accelerate import Accelerator
@@ -18,6 +19,7 @@ from pipeline.evaluation.evaluate import (
     scored,
     stop_on_errors,
     success,
+    training_summary,
     unscored_trials,
 )
 from pipeline.rollout.trajectory import EpisodeRecord, StopReason
@@ -276,6 +278,7 @@ def config_of(**rollout):
 def played_step(rank):
     """Four groups of two: those of the stage, and two in place of dead ones; rank 1 fails."""
     fine = {"num_tool_errors": 2, "reward": 1.0 - rank, "tools": {"find": [3, 1], "book": [1, 1]}}
+    fine["new_sequences"] = {"history": 2}
     cut = {**fine, "reward": 0.5, "completion": range(9), "stop_reason": StopReason.MAX_TOKENS}
     ends = [fine, FAILED if rank else cut]
     trajectories = [
@@ -288,6 +291,20 @@ def played_step(rank):
         num_first=2,
         rounds=[2, 2],
     )
+
+
+def test_a_stage_tells_how_many_sequences_its_episodes_had_and_why():
+    episode = partial(EpisodeRecord, task_id="t")
+    told = training_summary(
+        [
+            [
+                episode(domain="desk", new_sequences={"history": 2, "cut": 1}),
+                episode(domain="shop"),
+            ],
+            [episode(domain="desk", new_sequences={"history": 1})],
+        ]
+    )
+    assert told["sequences"] == {"desk": {"episodes": 2, "history": 3, "cut": 1}}
 
 
 def stopped(ranks, counts, limit, *arguments):
@@ -305,7 +322,8 @@ def step_on_this_rank():
     metrics, counts = rollout_metrics(batch, ranks, config_of(), (), 100)
     names = ("rollout/tool_errors", "rollout/environment_errors", "rollout/episodes")
     names += ("train/num_tokens", "rollout/reward_std")
-    trls = [name for name in metrics if name.startswith(("completions/", "tools/"))]
+    shown = ("completions/", "tools/", "rollout/new_sequences/")
+    trls = [name for name in metrics if name.startswith(shown)]
     return {
         "counts": counts,
         "metrics": {name: metrics[name] for name in (*names, *trls)},
@@ -330,6 +348,8 @@ def test_errors_of_all_that_all_ranks_played_are_counted():
             # 100 before, and of eight episodes 3 of a prompt and 2 sampled, or 9 of the two cut off
             "train/num_tokens": 100 + 8 * 3 + 6 * 2 + 2 * 9,
             "rollout/reward_std": (0.6875 / 3) ** 0.5,  # of 1, 0.5, 0 and 0
+            "rollout/new_sequences/history/desk": 6,  # two in each episode but the failed one
+            "rollout/new_sequences/history/shop": 6,
             "completions/clipped_ratio": 0.25,
             "completions/mean_length": 3.75,
             "completions/min_length": 2,

@@ -77,6 +77,7 @@ def test_the_report_of_a_sequential_run(sequential):
 On 100 tasks of each domain (test split); before GRPO = after the warm start; after GRPO = after \
 telecom. """
     )
+    assert "| airline | 2.75 | 450 | 75 |" in text
     for part in (
         "| refund | 100 | 0.38 | 0.88 | 0.50 | 1.00 |\n"
         "| refund/paid | 50 | 0.38 | 0.88 | 0.50 | 1.00 |\n"

@@ -159,7 +159,11 @@ def make_run(
         "task_families": {d: {f"task-{i:02}": "refund" for i in range(100)} for d in domains},
         "baselines": {d: {"nothing": 0.0, "transfer": 0.11, "every_tool": 0.02} for d in domains},
         "training": {
-            stage: {"episodes": 120, "tools": {domains[0]: {"look_up": [40, 10]}}}
+            stage: {
+                "episodes": 120,
+                "tools": {domains[0]: {"look_up": [40, 10]}},
+                "sequences": {domains[0]: {"episodes": 100, "history": 150, "new": 25}},
+            }
             for stage in stages
         },
         "curriculum": curriculum,
