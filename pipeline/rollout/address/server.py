@@ -116,6 +116,9 @@ class Server:
                 app.router.add_post(prefix + dialect.PATH, self._refusing(dialect, self._message))
             count = self._refusing(messages, self._count)
             app.router.add_post(f"{prefix}{messages.PATH}/count_tokens", count)
+            domain = self._refusing(chat_completions, self._domain)
+            app.router.add_post(prefix + "/{what:reply}", domain)
+            app.router.add_post(prefix + "/{what:tools}/{name}", domain)
             models = self._refusing(chat_completions, self._models)
             app.router.add_get(prefix + "/models", models)
             app.router.add_get(prefix + "/models/{model:.+}", models)
@@ -223,6 +226,18 @@ class Server:
         request = await self._read(http, dialect)
         count = await address.policy.num_prompt_tokens(request.messages, request.tools)
         return web.json_response({"input_tokens": count})
+
+    async def _domain(self, http: web.Request, dialect: Dialect) -> web.StreamResponse:
+        """Call a tool of the domain, or let its customer answer."""
+        address = await self._address(http)
+        body = await http.text()
+        try:
+            if http.match_info["what"] == "reply":
+                said = await address.policy.reply(str(parse_json(body)["content"]))
+                return web.json_response({"content": said})
+            return web.json_response(await address.policy.call(http.match_info["name"], body))
+        except (ValueError, TypeError, KeyError, EpisodeOver) as error:
+            raise self._refusal(error, address) from None
 
     async def _models(self, http: web.Request, dialect: Dialect) -> web.StreamResponse:
         await self._address(http)

@@ -13,6 +13,8 @@ import pytest
 
 from pipeline.rollout.address import server
 from pipeline.rollout.trajectory import StopReason
+from tests.rollout.test_agents import Shop, act
+from tests.rollout.test_agents import play as play_in
 from tests.rollout.test_own_loop import LOOK, Held, Sampler, ids_of, play, sampled, user
 from tests.support.helpers import call, say
 
@@ -23,10 +25,12 @@ def short_pauses(monkeypatch):
         monkeypatch.setattr(server, name, 0.05)
 
 
-async def post(policy, path="/chat/completions", key=None, timeout=30, headers=None, **body):
-    headers = {"Authorization": f"Bearer {key or policy.api_key}", **(headers or {})}
+async def post(policy, path="/chat/completions", given=None, timeout=30, headers=None, **body):
+    headers = {"Authorization": f"Bearer {policy.api_key}", **(headers or {})}
     async with httpx.AsyncClient(timeout=timeout) as client:
-        return await client.post(policy.base_url + path, content=json.dumps(body), headers=headers)
+        return await client.post(
+            policy.base_url + path, content=json.dumps(given or body), headers=headers
+        )
 
 
 async def message(policy, messages, **body):
@@ -419,3 +423,29 @@ def test_episodes_at_once_have_each_its_own_address():
 
     episodes = play(loop, sampler=Sampler([[say("x")]] * 24), trials=24)
     assert [episode.reward for episode in episodes] == [1.0] * 24
+
+
+def test_a_program_calls_tools_and_asks_the_customer_over_http():
+    async def loop(policy, task):
+        talk = list(task.prompt)
+        while True:
+            talk.append(await message(policy, talk, tools=policy.tools))
+            for one in talk[-1].get("tool_calls", ()):
+                function = one["function"]
+                path = f"/tools/{function['name']}"
+                result = await post(policy, path, **json.loads(function["arguments"]))
+                content = result.json()["content"]
+                talk.append({"role": "tool", "tool_call_id": one["id"], "content": content})
+            if talk[-1]["role"] == "assistant":
+                answer = (await post(policy, "/reply", content=talk[-1]["content"])).json()
+                if answer["content"] is None:
+                    bad = await post(policy, "/tools/look", 7)
+                    assert bad.status_code == 400 and "by name" in bad.text
+                    return talk[-1]["content"]
+                talk.append(user(answer["content"]))
+
+    said = [say("which one?"), call("look", item="lamp"), say("done")]
+    served, direct = (play_in(shape, Shop, *said) for shape in (loop, act))
+    assert (served.error, served.reward) == ("", 0.5)
+    assert served.ids == direct.ids and served.messages == direct.messages
+    assert served.record() == direct.record()
