@@ -145,7 +145,7 @@ class DataSettings(Section):
         {}, "domains of your own: {bank: my_pkg.bank:BankEnv}, or {factory: ..., arguments: {...}}"
     )
     agents: dict[str, Text] = field(
-        {}, "what plays the episodes of a domain, a loop of your own: {bank: my_pkg.agent:play}"
+        {}, "what plays a domain: {bank: my_pkg.agent:play}, or a command: {bank: python agent.py}"
     )
     tau2: Path | None = field(None, "a checkout of tau2-bench, whose three domains replace ours")
     tau2_arguments: dict[str, Any] = field(
@@ -284,6 +284,9 @@ class RolloutSettings(Section):
     )
     max_tool_result_tokens: PositiveInt = field(64, "tokens of a tool result; more is an error")
     max_concurrent_episodes: PositiveInt = field(512, "episodes that a rank samples at once")
+    max_agents: PositiveInt | None = field(
+        None, "processes of `agents` at once, on a rank; null: 4 for each core"
+    )
     sampler: Literal["auto", *SAMPLERS] = field(  # type: ignore[invalid-literal]
         "auto", "what samples; auto: own, or generate where own cannot"
     )

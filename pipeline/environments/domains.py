@@ -30,10 +30,12 @@ from pipeline.common.console import user_module
 from pipeline.common.errors import UserError
 from pipeline.common.untrusted import is_plain, one_line, shown
 from pipeline.config.domain_names import domains_of_user, known_domains, package_of
+from pipeline.config.rules import IMPORT_STRING
 from pipeline.config.settings import Config, EnvironmentFactory
 from pipeline.data.curriculum import TINY
 from pipeline.data.rows import row_problem
 from pipeline.data.tasks import Message, Task
+from pipeline.environments.agent_process import AgentProcess, agent_process
 from pipeline.environments.calls import guarded, is_async
 from pipeline.environments.discovery import (
     MAX_ITEMS,
@@ -87,6 +89,8 @@ class Domain:
         """The name of the reward of `get_reward` or a loop; empty if only functions score."""
         if self.has_get_reward:
             return self.environment.__name__
+        if isinstance(self.loop, AgentProcess):
+            return "agent" if self.loop.prints_reward else ""
         return "" if self.loop is None else getattr(self.loop, "__name__", "OwnLoop")
 
     @property
@@ -158,15 +162,18 @@ def load_domains(config: Config) -> dict[str, Domain]:
         module = known[name].factory.partition(":")[0]
         domains[name] = replace(domain, module=module, is_own=name in own)
         if target := config.data.agents.get(name):
-            domains[name] = _with_agent(domains[name], target)
+            domains[name] = _with_agent(domains[name], target, bool(config.data.reward_funcs))
     return domains
 
 
-def _with_agent(domain: Domain, target: str) -> Domain:
+def _with_agent(domain: Domain, target: str, has_functions: bool) -> Domain:
     """Return a domain whose episodes are played by what `agents` names. Raises UserError."""
     where = f"agents: {domain.name}: got {target!r}"
     if domain.loop is not None:
         raise UserError(f"{where}, but its environment is a loop itself; take one of the two out")
+    if not IMPORT_STRING.fullmatch(target):
+        prints_reward = not has_functions and not domain.has_get_reward
+        return replace(domain, loop=agent_process(where, target, prints_reward))
     _, loop = imported(where, target)
     if not is_loop(loop):
         raise UserError(f"{where}, which is {shown(loop)}; {LOOP}")

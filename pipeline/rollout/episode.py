@@ -6,6 +6,7 @@ asks the environment for the reward. The policy is in `rollout.py`. Reward funct
 all episodes of a rollout have ended.
 """
 
+import asyncio
 import inspect
 import json
 import math
@@ -19,6 +20,7 @@ from typing import Any
 from pipeline.config.settings import RolloutSettings
 from pipeline.data.tasks import Message, Task
 from pipeline.environments import tools
+from pipeline.environments.agent_process import AgentProcess
 from pipeline.environments.calls import Calls
 from pipeline.environments.discovery import raw_call, tool_methods
 from pipeline.environments.domains import Domain, Play
@@ -57,6 +59,7 @@ class Shared:
     faults: FaultLog
     greedy: bool
     has_reward_functions: bool = False
+    processes: asyncio.Semaphore  # a place for each process of an agent
     judge: tools.Judge | None = None
     reply: Reply = reply_of
     watch: Watch | None = None
@@ -121,7 +124,9 @@ class Episode:
                 self.shared.policy.close(conversation)
                 await self._score(trajectory.messages)
             else:
-                trajectory.stop_reason = await self._let_play(self.domain.loop)
+                is_process = isinstance(self.domain.loop, AgentProcess)
+                async with self.shared.processes if is_process else nullcontext():
+                    trajectory.stop_reason = await self._let_play(self.domain.loop)
                 if self.domain.has_get_reward:
                     await self._score(self._seen)
         except EnvironmentFault as fault:

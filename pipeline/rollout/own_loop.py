@@ -25,6 +25,7 @@ from pipeline.config.settings import RolloutSettings
 from pipeline.data.rng import stream_key
 from pipeline.data.rows import messages_problem, with_usual_messages
 from pipeline.data.tasks import Message, Task
+from pipeline.environments.agent_process import AgentFailed
 from pipeline.environments.calls import is_async, run_coroutine
 from pipeline.environments.discovery import place_of, schemas_problem
 from pipeline.environments.domains import Play
@@ -478,7 +479,8 @@ async def play(
         finally:
             policy.is_over = True
     except Exception as error:
-        if policy.refused is not None and is_refusal(error):
+        has_died = isinstance(error, AgentFailed) and policy.end is not None
+        if policy.refused is not None and (has_died or is_refusal(error)):
             policy.end = policy.refused
             return 0.0 if scored_by == "loop" else None
         cause = first_of(error)

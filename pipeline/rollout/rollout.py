@@ -2,6 +2,7 @@
 
 import asyncio
 import math
+import os
 import time
 from bisect import bisect
 from collections import deque
@@ -32,6 +33,7 @@ Progress = Callable[[int], None]  # gets the number of episodes that have just e
 # smaller forward passes, which take a GPU as long as large ones.
 TURN_SHARE = 0.25
 TURN_SHARE_GPU = 0.5
+AGENTS_PER_CORE = 4  # processes at once, most of which wait for messages
 
 
 @dataclass(eq=False)
@@ -94,6 +96,9 @@ class Rollout:
             faults=self.faults,
             greedy=greedy,
             has_reward_functions=self.rewards is not None,
+            processes=asyncio.Semaphore(
+                self.limits.max_agents or AGENTS_PER_CORE * len(os.sched_getaffinity(0))
+            ),
             judge=self.judge,
             reply=self.reply,
             watch=self.watch,
