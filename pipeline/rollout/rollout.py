@@ -302,6 +302,8 @@ class SamplerPolicy:
             give_memory_back()
         for conversation, sampled in complete.items():
             conversation.move_to_the_end()
+            if conversation.alone:  # the cache of another one would change its rounding
+                self.sampler.close(self._open.pop(conversation))
             self._waiting.pop(conversation).set_result(sampled)
 
     def _sample(self, active: Sequence[Conversation]) -> dict[Conversation, Sampled]:

@@ -206,6 +206,8 @@ class Updater:
             for sequence in trajectories[i].sequences
             if sequence.num_sampled_tokens
         ]
+        if self.deterministic:  # a loop may begin the sequences of an episode in any order
+            trained.sort(key=lambda pair: (pair[0], pair[1].ids, len(pair[1].prompt_ids)))
         costs = list[float]()
         if self.balances:
             trained.sort(key=lambda pair: pair[1].ids)

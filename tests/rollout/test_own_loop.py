@@ -17,12 +17,14 @@ from pipeline.config.settings import Config, RolloutSettings
 from pipeline.environments import Domain, load_domains
 from pipeline.environments.domains import generated
 from pipeline.environments.faults import Outage
+from pipeline.models.tiny import tiny_model
 from pipeline.rollout.own_loop import EpisodeOver
 from pipeline.rollout.reward_checks import check_reward_functions
 from pipeline.rollout.rewards import RewardFunction, RewardFunctions, load_reward_functions
 from pipeline.rollout.rollout import Rollout, RolloutRequest, SamplerPolicy
+from pipeline.rollout.samplers.choice import make_sampler
 from pipeline.rollout.trajectory import StopReason
-from tests.support.helpers import ScriptedSampler, call, chat, make_task, say
+from tests.support.helpers import ScriptedSampler, call, chat, make_task, say, tokenizer
 from tests.support.messages import refusal, says
 
 LIMITS = RolloutSettings(max_turns=4, max_tokens_per_turn=100, max_tokens=400, call_timeout=60)
@@ -74,7 +76,7 @@ def play(
     task = make_task(columns=json.dumps({"answer": "blue"}), is_text=is_text)
     requests = [RolloutRequest(task=task, trial=n, key=n) for n in range(trials)]
     trajectories = rollout(requests)
-    assert sampler.num_open == 0 and policy.num_waiting == 0
+    assert getattr(sampler, "num_open", 0) == policy.num_waiting == 0
     return trajectories
 
 
@@ -220,6 +222,31 @@ def test_the_numbers_of_a_conversation_do_not_depend_on_when_it_begins():
     first, second = keys[:3], keys[3:]
     assert len(set(first)) == 3
     assert (second[0], second[1], second[2]) == (first[1], first[0], first[2])
+
+
+@pytest.mark.parametrize("num_words", [1, 120])
+def test_the_bits_of_a_deterministic_message_depend_on_no_other_conversation(num_words):
+    def loop_beside(others):
+        async def loop(policy, task):
+            for other in others:
+                await policy.message([user(other)])  # stays open
+            await policy.message([user("hello " * 50)])
+            return 0.0
+
+        return loop
+
+    def bits(others):
+        limits = {"max_tokens": 1000, "max_tokens_per_turn": 12}
+        settings = LIMITS.model_copy(update=limits)
+        sampler = make_sampler(
+            tiny_model(tokenizer(), seed=1), chat(), settings, torch.float32, is_main=False
+        )
+        (episode,) = play(loop_beside(others), sampler=sampler, deterministic=True, **limits)
+        last = episode.sequences[-1]
+        assert len(episode.sequences) == 1 + len(others) and last.num_tokens > 300
+        return last.ids, last.logprobs
+
+    assert bits(["hello " * num_words]) == bits([])
 
 
 # Messages that a loop gives up
