@@ -271,6 +271,7 @@ class ConversationView:
         self.tell = place.tell
         self.typed = place.typed
         self.environment: Any = None
+        self.prompt = list[Message]()  # with a person's request
         self.before: dict[str, str] = {}  # the database before the first message of the model
 
     def _begin(self, environment: Any, messages: Sequence[Message]) -> None:
@@ -295,9 +296,16 @@ class ConversationView:
             self.tell("customer", request["content"])
 
     def watch(self, environment: Any, messages: Sequence[Message]) -> None:
-        """Print new messages; the first ones are the prompt, whose request a person may change."""
+        """Print new messages; the first ones are the prompt, whose request a person may change.
+
+        The first conversation of a user's loop often begins with the same prompt.
+        """
         if self.environment is not environment:
-            return self._begin(environment, messages)
+            self._begin(environment, messages)
+            self.prompt = list(messages)
+            return
+        if messages == self.prompt:
+            return
         names = {"user": "customer", "assistant": "agent", "system": "rules"}
         for message in messages:
             role = message["role"]

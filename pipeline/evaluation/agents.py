@@ -32,8 +32,9 @@ from pipeline.rollout.trajectory import Conversation, EpisodeRecord, Said, Traje
 class EndpointPolicy:
     """A policy for which a language model behind an endpoint writes the messages.
 
-    `max_tokens_per_turn` is sent to the endpoint; `max_tokens` does not apply. A greedy rollout
-    asks for temperature 0. The trajectories have no token ids.
+    `max_tokens_per_turn` is sent to the endpoint, or less if a user's loop asks for less, and the
+    texts at which it ends; `max_tokens` does not apply. A greedy rollout asks for temperature 0.
+    The trajectories have no token ids.
     """
 
     num_waiting = 0  # no message is written together with others
@@ -60,13 +61,16 @@ class EndpointPolicy:
         return conversation.add(Said(parsed=parsed_of(answer), finished=finished, stopped_by=why))
 
     async def _ask(self, conversation: Conversation) -> Message:
+        most = self._rollout.limits.max_tokens_per_turn
+        stop = {"stop": [*conversation.stop]} if conversation.stop else {}
         try:
             return await self.model.ask(
                 as_sent(conversation.trajectory.messages),
                 conversation.schemas,
                 conversation.key % 2**31,
-                max_tokens=self._rollout.limits.max_tokens_per_turn,
+                max_tokens=min(most, conversation.max_tokens or most),
                 temperature=0.0 if conversation.greedy else self.temperature,
+                **stop,
             )
         except Unanswered as refusal:  # the conversation is too long for the language model
             return {"content": "", "is_cut": True, "why": str(refusal)}

@@ -161,6 +161,7 @@ class Episode:
     async def _let_play(self, loop: Play) -> StopReason:
         """Let a user's loop play the episode; what it returns is the reward, or others score it."""
         trajectory = self.trajectory
+        self._show(trajectory.messages)  # a person may change the request
         self.task = replace(self.task, prompt=tuple(map(dict, trajectory.messages)))
         self._seen += self.task.prompt
         policy = LoopPolicy(

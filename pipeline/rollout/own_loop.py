@@ -96,7 +96,7 @@ class LoopPolicy:
         self._world = world
         self._in_turn = asyncio.Lock()  # for the environment, which knows one call at a time
         self._acts = set[asyncio.Task[Any]]()  # calls of the environment, in the rollout's loop
-        self.fault: EnvironmentFault | None = None  # of the environment, which ends the episode
+        self.fault: EnvironmentFault | None = None  # of environment or endpoint; ends the episode
 
     @property
     def base_url(self) -> str:
@@ -235,7 +235,10 @@ class LoopPolicy:
         conversation = self._conversation_of(asked)
         conversation.max_tokens, conversation.stop = asked.max_tokens, asked.stop
         self._wake()
-        turn = await self._policy.message(conversation)
+        try:
+            turn = await self._policy.message(conversation)
+        except EnvironmentFault as fault:  # of an endpoint that is the policy
+            raise self._failed(fault) from None
         if turn is None:
             self.is_cut = True
             raise EpisodeOver(StopReason.MAX_TOKENS)
@@ -388,12 +391,15 @@ class LoopPolicy:
                 value, self.end = await act()
                 return value
         except EnvironmentFault as fault:
-            self.fault = fault
-            self.end = StopReason.ENVIRONMENT_ERROR
-            raise EpisodeOver(self.end) from None
+            raise self._failed(fault) from None
         finally:
             self._acts.remove(task)
             self._since = time.monotonic()
+
+    def _failed(self, fault: EnvironmentFault) -> EpisodeOver:
+        self.fault = fault
+        self.end = StopReason.ENVIRONMENT_ERROR
+        return EpisodeOver(self.end)
 
     def wait(self, awaitable: Coroutine[Any, Any, Value]) -> Value:
         """Return what a method gives, to a loop that is not async: `wait(message(messages))`."""

@@ -1,21 +1,28 @@
 """An endpoint as the agent: what it is asked, what its mistakes are, and how it fails."""
 
+import asyncio
 import json
+from collections import defaultdict
 
 import pytest
 
 from pipeline.config.rules import refuse_placeholders
 from pipeline.config.settings import Config
+from pipeline.environments import Domain
+from pipeline.environments.agent_process import agent_process
 from pipeline.environments.experts import run_expert
 from pipeline.environments.language_models.language_model import LanguageModel
 from pipeline.evaluation.agents import agent_rollout, evaluate_agent
 from pipeline.rollout.rollout import RolloutRequest
 from pipeline.rollout.trajectory import StopReason
+from tests.rollout.test_agent_process import DESK_PROGRAM
+from tests.rollout.test_agents import act, act_in_a_thread
 from tests.support.endpoint import agent_of, calling, seed_of, serving
 from tests.support.helpers import (
     ALONE,
     Desk,
     ScriptedSampler,
+    call,
     chat,
     embedded,
     make_task,
@@ -105,6 +112,52 @@ def test_an_agent_that_makes_the_experts_calls_earns_1_and_is_paid_once(tmp_path
     assert {body["model"] for body in server.bodies} == {"m"}
     assert server.bodies[0]["tools"] == domain.tools
     assert len(list((tmp_path / "agents").iterdir())) == 1
+
+
+KINDS = {
+    "async": act,
+    "thread": act_in_a_thread,
+    "process": agent_process("agents", DESK_PROGRAM, prints_reward=False),
+}
+
+
+@pytest.mark.parametrize("loop", KINDS.values(), ids=KINDS)
+def test_an_agent_that_was_trained_plays_with_an_endpoints_model_as_it_is(loop, tmp_path):
+    said = [call("look", item="lamp"), say("What now?"), say("Done.")]
+    domain = Domain(name="desk", environment=Talk, loop=loop)
+    with serving(agent_of(defaultdict(lambda: said))) as server:
+        rollout, config = agent(server.url, tmp_path, {"desk": domain})
+        entry, played = evaluate_agent(rollout, [make_task()], config, ALONE)
+    assert entry["success"]["desk"]["mean"] == 1.0
+    found = [(t.reward, t.num_turns, t.tools, t.error) for t in played]
+    assert found == [(1.0, 3, {"look": [1, 0]}, "")] * 2
+    assert {body["max_tokens"] for body in server.bodies} == {9}
+    assert server.bodies[0]["tools"] == domain.tools
+
+
+def test_what_a_loop_asks_of_a_message_is_asked_of_the_endpoint(tmp_path):
+    async def loop(policy, task):
+        asked = policy.ask(messages=list(task.prompt), tools=[], max_tokens=4, stop=("Bye",))
+        return (await asyncio.wrap_future(asked.answer)).message["content"]
+
+    domain = Domain(name="desk", environment=Talk, loop=loop)
+    with serving(lambda body: "Done.") as server:
+        rollout, _ = agent(server.url, tmp_path, {"desk": domain})
+        (episode,) = rollout([RolloutRequest(task=make_task(), trial=0, key=7)])
+    assert (episode.reward, episode.error) == (1.0, "")
+    ((most, stop),) = [(body["max_tokens"], body["stop"]) for body in server.bodies]
+    assert (most, stop) == (4, ["Bye"])
+
+
+@pytest.mark.parametrize("loop", KINDS.values(), ids=KINDS)
+def test_an_endpoint_that_is_away_is_an_outage_for_a_loop_too(loop, tmp_path):
+    domain = Domain(name="desk", environment=Talk, loop=loop)
+    with serving() as server:
+        url = server.url
+    rollout, _ = agent(url, tmp_path, {"desk": domain}, call_timeout=1)
+    (episode,) = rollout([RolloutRequest(task=make_task(), trial=0, key=7)])
+    assert (episode.stop_reason, episode.left_out) == (StopReason.ENVIRONMENT_ERROR, "outage")
+    assert "is away for 1 s" in episode.error
 
 
 def test_the_conversation_is_that_of_the_protocol(tmp_path):

@@ -20,6 +20,8 @@ from pipeline.preflight.made_of import made_of
 from pipeline.rollout.rewards import RewardFunction, RewardFunctions
 from pipeline.rollout.rollout import Rollout, RolloutRequest, SamplerPolicy
 from pipeline.rollout.trajectory import StopReason
+from tests.rollout.test_agents import OF_ALL_KINDS, Shop, act
+from tests.rollout.test_agents import play as in_shop
 from tests.rollout.test_own_loop import LIMITS, SHORT_S, Sampler, sampled
 from tests.support import ROOT
 from tests.support.helpers import chat, make_task, say, tokenizer
@@ -56,6 +58,7 @@ def python(tmp_path, end, turns=("sure?", "")):
     return f"{sys.executable} -S {file}"
 
 
+DESK_PROGRAM = f"{sys.executable} -S -P {ROOT / 'tests' / 'support' / 'desk_program.py'}"
 PRINTS = 'print(messages[-2]["content"])'
 
 
@@ -137,6 +140,20 @@ def test_a_program_finds_task_tools_and_address_in_its_input_and_variables(monke
     assert base == other_base == anthropic + "/v1"
     assert base.startswith("http://127.0.0.1:") and key == same_key and key in base
     assert [hosts.split(",")[-2:] for hosts in no_proxy] == [["127.0.0.1", "localhost"]] * 2
+
+
+def test_a_program_plays_in_an_environment_as_a_loop_does():
+    limits = {"max_turns": 9, "max_tokens": 4000, "max_tool_result_tokens": 64}
+    limits["call_timeout"] = 60
+    loop = agent_process("agents", DESK_PROGRAM, prints_reward=False)
+    (alone, of_program) = (
+        in_shop(of, Shop, *OF_ALL_KINDS, limits=LIMITS.model_copy(update=limits))
+        for of in (act, loop)
+    )
+    assert of_program.record() == alone.record()
+    assert of_program.completion_ids == alone.completion_ids
+    assert of_program.reward_breakdown == alone.reward_breakdown
+    assert of_program.tools == alone.tools and alone.tools["buy"] == [1, 0]
 
 
 def test_a_large_task_that_nobody_reads_stops_nothing():

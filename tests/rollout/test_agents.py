@@ -7,6 +7,7 @@ from typing import ClassVar
 
 import pytest
 
+from pipeline.commands.chat import ConversationView
 from pipeline.config.settings import Config
 from pipeline.environments import Domain, load_domains
 from pipeline.environments.domains import generated
@@ -53,7 +54,7 @@ def act_in_a_thread(policy, task):
             messages.append(user(answer))
 
 
-def play(loop, environment, *said, task=None, rewards=None, limits=LIMITS, **settings):
+def play(loop, environment, *said, task=None, limits=LIMITS, hooks=None, rewards=None, **settings):
     """An episode of a loop in an environment, whose model says messages, in conversations."""
     limits = limits.model_copy(update=settings)
     scripts = said if said and isinstance(said[0], list) else [list(said)]
@@ -62,7 +63,7 @@ def play(loop, environment, *said, task=None, rewards=None, limits=LIMITS, **set
         domain = Domain(name="desk", environment=environment, loop=loop)
     policy = SamplerPolicy(Sampler(scripts), chat(), limits)
     task = task or make_task()
-    rollout = Rollout(policy, chat(), {task.domain: domain}, limits, rewards=rewards)
+    rollout = Rollout(policy, chat(), {task.domain: domain}, limits, rewards=rewards, **hooks or {})
     (episode,) = rollout([RolloutRequest(task=task, trial=0, key=0)])
     return episode
 
@@ -329,6 +330,21 @@ def test_a_class_that_gets_raw_calls_sees_what_was_called_and_said():
     calls = call("pay", amount=3)
     result = {"role": "tool", "name": "pay", "content": "Result: pay"}
     assert Told.messages == [*make_task().prompt, calls, result, say("Paid.")]
+
+
+def test_a_person_types_the_request_of_an_agents_chat_and_sees_each_message_once():
+    told = []
+    typed = iter(["the lamp, please", "the red one", ""])
+    place = SimpleNamespace(tell=lambda *line: told.append(line), typed=lambda: next(typed))
+    view = ConversationView(True, chat(), place)
+    said = [say("Which one?"), call("look", item="lamp"), say("Here.")]
+    hooks = {"watch": view.watch, "reply": view.reply}
+    episode = play(act, Shop, *said, hooks=hooks, max_tokens=900)
+    prompt = [{"role": "system", "content": "desk"}, user("the lamp, please")]
+    assert episode.messages[:4] == [*prompt, said[0], user("the red one")]
+    assert episode.further == []
+    names = [name for name, _ in told]
+    assert (names.count("rules"), names.count("agent"), names.count("tool")) == (1, 3, 1)
 
 
 # Settings
