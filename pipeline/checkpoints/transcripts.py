@@ -34,7 +34,8 @@ def save_transcripts(
         for i, trajectory in enumerate(trajectories):
             turns = [turn for one in trajectory.sequences for turn in sampled_turns(one)]
             messages = list(trajectory.messages)
-            for number, one in enumerate(trajectory.further, 2):
+            conversations = [one for one in trajectory.further if one.messages]
+            for number, one in enumerate(conversations, 2):
                 messages += [
                     {"role": "conversation", "content": f"{number}: {one.begun_by}"},
                     *one.messages,

@@ -324,7 +324,8 @@ class ConversationView:
 
     def tell_end(self, trajectory: Trajectory) -> None:
         """Print how the episode ended, what it changed in the database, and its reward."""
-        counts = f"{trajectory.num_turns} message(s) of the agent, {trajectory.num_tokens} tokens"
+        num_tokens = trajectory.sequences[-1].num_tokens
+        counts = f"{trajectory.num_turns} message(s) of the agent, {num_tokens} tokens"
         self.tell("ended", f"{trajectory.stop_reason}, {counts}")
         self.tell("error", trajectory.error)
         if before := self.before:

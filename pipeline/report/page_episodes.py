@@ -152,6 +152,8 @@ def _packed_episode(
         packed = {"role": message.get("role", ""), "text": index(message.get("content"))}
         if name := message.get("name"):
             packed["name"] = str(name)
+        if thoughts := message.get("reasoning_content"):
+            packed["thoughts"] = index(thoughts)
         if calls := [call.get("function", call) for call in message.get("tool_calls") or ()]:
             packed["calls"] = [[index(c.get("name")), index(c.get("arguments"))] for c in calls]
         ids, logprobs = next(sampled, ((), ())) if packed["role"] == "assistant" else ((), ())

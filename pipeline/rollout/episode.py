@@ -135,7 +135,7 @@ class Episode:
             trajectory.error = str(fault)
             trajectory.left_out = "outage" if fault.outage else self._left_out
             self.shared.faults.add(*self.task.key, fault.call, str(fault))
-        causes = Counter(sequence.begun_by for sequence in trajectory.further)
+        causes = Counter(sequence.begun_by for sequence in trajectory.sequences)
         trajectory.new_sequences = {cause: causes[cause] for cause in CAUSES if causes[cause]}
 
     async def _converse(self, conversation: Conversation) -> StopReason:
@@ -338,7 +338,11 @@ class Episode:
         trajectory = self.trajectory
         self._left_out = ""
         self._until = math.inf  # what is over is scored
-        score = partial(tools.outcome_of, self.environment, trajectory.stop_reason.value, messages)
+        said = [  # without thoughts, which the chat template alone needs
+            {key: value for key, value in message.items() if key != "reasoning_content"}
+            for message in messages
+        ]
+        score = partial(tools.outcome_of, self.environment, trajectory.stop_reason.value, said)
         method = tools.method_of(self.environment, "get_reward")
         outcome = await self._call("get_reward", score, method)
         trajectory.reward, trajectory.reward_breakdown, trajectory.difference = outcome

@@ -253,21 +253,23 @@ class LoopPolicy:
         )
         is_whole = turn.finished or turn.at_stop
         message = {**deepcopy(message), "finish_reason": "stop" if is_whole else "length"}
+        if turn.parsed.thoughts:
+            message["reasoning_content"] = turn.parsed.thoughts
         return self._answer(asked, conversation, message)
 
     def _answer(self, asked: Asked, conversation: Conversation, message: Message) -> Answer:
-        trajectory = conversation.trajectory
-        sampled = trajectory.loss_mask[::-1]
+        sequence = conversation.sequence
+        sampled = sequence.loss_mask[::-1]
         count = sampled.index(False) if False in sampled else len(sampled)
-        start = len(trajectory.completion_ids) - count
-        ids = trajectory.completion_ids[start:]
+        start = len(sequence.completion_ids) - count
+        ids = sequence.completion_ids[start:]
         decode = self._chat.tokenizer.decode if asked.with_texts else None
         return Answer(
             message=message,
-            key=f"{conversation.key:016x}{trajectory.num_turns:x}",
-            prompt_ids=trajectory.prompt_ids + trajectory.completion_ids[:start],
+            key=f"{conversation.key:016x}{conversation.trajectory.num_turns:x}",
+            prompt_ids=sequence.prompt_ids + sequence.completion_ids[:start],
             ids=ids,
-            logprobs=trajectory.logprobs[start:],
+            logprobs=sequence.logprobs[start:],
             texts=[decode([token]) for token in ids] if decode else [],
         )
 

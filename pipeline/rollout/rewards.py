@@ -127,7 +127,7 @@ class Completion:
         silent = {"role": "assistant", "content": ""}
         if isinstance(self.returned, str):
             return [{**silent, "content": self.returned}]
-        said = self.trajectory.sequences[-1].messages
+        said = self.trajectory.last_conversation.messages
         return [*dropwhile(lambda m: m["role"] in ("system", "user"), said)] or [silent]
 
 
@@ -337,7 +337,14 @@ def arguments_of(group: Sequence[Completion]) -> dict[str, list[Any]]:
     return {name: [row[name] for row in rows] for name in rows[0]} | {
         "prompts": [completion.prompt for completion in group],
         "completions": [completion.completion for completion in group],
-        "completion_ids": [list(c.trajectory.sequences[-1].completion_ids) for c in group],
+        "completion_ids": [
+            [
+                token
+                for one in c.trajectory.last_conversation.sequences
+                for token in one.completion_ids
+            ]
+            for c in group
+        ],
         "environments": [completion.environment for completion in group],
     }
 

@@ -229,10 +229,10 @@ class SamplerPolicy:
         if (until := self._until_stop(sampled, conversation.stop)) is not None:
             size, text = until
             self.close(conversation)  # what was sampled behind the text has never been
-            conversation.trajectory.append(sampled.ids[:size], sampled.logprobs[:size])
+            conversation.sequence.append(sampled.ids[:size], sampled.logprobs[:size])
             said = Said(parsed=Parsed(content=text), finished=False, at_stop=True)
             return conversation.add(said)
-        conversation.trajectory.append(sampled.ids, sampled.logprobs)
+        conversation.sequence.append(sampled.ids, sampled.logprobs)
         return conversation.add(self._said(sampled, conversation))
 
     def _until_stop(self, sampled: Sampled, stop: Sequence[str]) -> tuple[int, str] | None:
@@ -257,11 +257,22 @@ class SamplerPolicy:
             if new[0]["role"] != "system":
                 trajectory.preface = self.chat.preface
             trajectory.prompt_ids = self.chat.prompt_ids(new, conversation.schemas)
+            conversation.num_prompted = len(new)
             return trajectory.num_tokens < self.limits.max_tokens
+        prompt_ids = self.chat.prompt_without_thoughts(
+            trajectory.messages, conversation.schemas, conversation.num_prompted
+        )
+        if prompt_ids is not None:
+            if len(prompt_ids) >= self.limits.max_tokens:
+                return False
+            self.close(conversation)  # the sampler opens it again, with all of its prompt
+            conversation.begin_sequence("thoughts", prompt_ids)
+            return True
         ids = self.chat.reply_ids(new)
-        if trajectory.num_tokens + len(ids) >= self.limits.max_tokens:
+        sequence = conversation.sequence
+        if sequence.num_tokens + len(ids) >= self.limits.max_tokens:
             return False
-        trajectory.append(ids)
+        sequence.append(ids)
         if conversation in self._open:
             self.sampler.extend(self._open[conversation], ids)
         return True
@@ -281,13 +292,15 @@ class SamplerPolicy:
 
     def step(self) -> None:
         """Sample until a share of the messages is complete, and wake their conversations."""
-        free = max(0, self.max_episodes - len(self._open))
         # The time that an environment takes must not change the order of the rows.
         asking = self._asking
         for conversation in sorted((c for c in asking if c.place is None), key=lambda c: c.key):
             conversation.move_to_the_end()
         waiting = sorted(asking, key=lambda c: c.place or 0)
         waiting = [c for c in waiting if c.alone][:1] or waiting
+        if len(self._open) >= self.max_episodes and self._open.keys().isdisjoint(waiting):
+            self._close_all()  # nobody waits for them now; they are opened again when they go on
+        free = max(0, self.max_episodes - len(self._open))
         active = [c for c in waiting if c in self._open or (free := free - 1) >= 0]
         complete: Mapping[Conversation, Sampled] = {}
         try:
@@ -297,8 +310,7 @@ class SamplerPolicy:
                 raise
             self._lower_max_episodes(len({*self._open, *active}))
         if not complete:  # Inside `except`, less memory could be freed.
-            for conversation in [*self._open]:
-                self.sampler.close(self._open.pop(conversation))
+            self._close_all()
             give_memory_back()
         for conversation, sampled in complete.items():
             conversation.move_to_the_end()
@@ -310,15 +322,15 @@ class SamplerPolicy:
         """Return the messages that are complete."""
         if lacking := [c for c in active if c not in self._open]:
             handles = self.sampler.open(
-                [c.trajectory.ids for c in lacking],
+                [c.sequence.ids for c in lacking],
                 [c.key for c in lacking],
-                [c.trajectory.num_sampled_tokens for c in lacking],
+                [c.num_drawn for c in lacking],
             )
             self._open.update(zip(lacking, handles, strict=True))
         per_turn = self.limits.max_tokens_per_turn
         most = self.limits.max_tokens
         room = [
-            min(c.max_tokens or per_turn, per_turn, most - c.trajectory.num_tokens) for c in active
+            min(c.max_tokens or per_turn, per_turn, most - c.sequence.num_tokens) for c in active
         ]
         until = math.ceil(len(active) * (TURN_SHARE_GPU if on_gpu() else TURN_SHARE))
         handles = [self._open[c] for c in active]
@@ -340,6 +352,10 @@ class SamplerPolicy:
             f"warning: out of memory in a rollout with {number} episodes at once; going on with "
             f"max_concurrent_episodes {self.max_episodes}"
         )
+
+    def _close_all(self) -> None:
+        for conversation in [*self._open]:
+            self.sampler.close(self._open.pop(conversation))
 
     def close(self, conversation: Conversation) -> None:
         self._waiting.pop(conversation, None)

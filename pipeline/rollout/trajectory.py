@@ -85,7 +85,8 @@ class Trajectory(EpisodeRecord):
     extra: dict[str, str] = field(default_factory=dict)  # values of `log_extra` by column
     difference: dict[str, list[str]] = field(default_factory=dict)  # {name: [actual, expected]}
     begun_by: str = ""  # one of CAUSES, or empty for the first sequence
-    # The other conversations of an episode that a user's own loop has played.
+    # The other sequences: those with which this conversation goes on, then the other conversations
+    # of an episode that a user's own loop has played. Only a conversation's first one has messages.
     further: list["Trajectory"] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -95,12 +96,17 @@ class Trajectory(EpisodeRecord):
 
     @property
     def sequences(self) -> list["Trajectory"]:
-        """The conversations of the episode, each as tokens; most episodes have one."""
-        return [self, *self.further]
+        """The sequences of the episode; most episodes have one."""
+        return [self, *(later for one in self.further for later in one.sequences)]
+
+    @property
+    def last_conversation(self) -> "Trajectory":
+        """The first sequence of the last conversation, whose own ones are its `sequences`."""
+        return [one for one in (self, *self.further) if one is self or one.messages][-1]
 
     @property
     def num_sampled_in_all(self) -> int:
-        """The number of sampled tokens of all conversations of the episode."""
+        """The number of sampled tokens of all sequences of the episode."""
         return sum(one.num_sampled_tokens for one in self.sequences)
 
     @property
@@ -127,7 +133,11 @@ class Trajectory(EpisodeRecord):
 
 @dataclass(eq=False, kw_only=True)
 class Conversation:
-    """The messages of a trajectory, and what a policy needs in order to write the next one."""
+    """The messages of a trajectory, and what a policy needs in order to write the next one.
+
+    Its tokens are those of `sequence`, which is the trajectory itself until the conversation is
+    rendered anew.
+    """
 
     trajectory: Trajectory
     schemas: list[dict[str, Any]]  # JSON schemas of the tools
@@ -137,9 +147,32 @@ class Conversation:
     alone: bool = False  # each message is sampled by itself, not together with others
     max_tokens: int | None = None  # of the next message, if less than all messages may have
     stop: tuple[str, ...] = ()  # texts that end the next message
-    num_read: int = 0  # number of messages whose tokens are in the trajectory
+    num_read: int = 0  # number of messages whose tokens are in the sequence
+    num_prompted: int = 0  # ... and are its prompt
+    num_begun: int = 0  # number of sequences after the first one
     # Among those that wait; None: behind them, by `key`, as soon as a message is sampled.
     place: int | None = field(default_factory=lambda: next(_places))
+
+    def __post_init__(self) -> None:
+        self.sequence = self.trajectory
+
+    @property
+    def num_drawn(self) -> int:
+        """The number of sampled tokens, each of which has used one random number."""
+        later = self.trajectory.further[: self.num_begun]
+        return sum(one.num_sampled_tokens for one in (self.trajectory, *later))
+
+    def begin_sequence(self, begun_by: str, prompt_ids: list[int]) -> None:
+        """Go on with `prompt_ids`, which stand for all messages."""
+        self.sequence = Trajectory(
+            domain=self.trajectory.domain,
+            task_id=self.trajectory.task_id,
+            prompt_ids=prompt_ids,
+            begun_by=begun_by,
+        )
+        self.trajectory.further.insert(self.num_begun, self.sequence)
+        self.num_begun += 1
+        self.num_prompted = len(self.trajectory.messages)
 
     def move_to_the_end(self) -> None:
         """Stand behind all conversations that wait, or will wait when their environment answers."""
@@ -148,25 +181,29 @@ class Conversation:
     def rewinder(self) -> Callable[[], None]:
         """Return a function that takes back what comes into the conversation from now on."""
         trajectory = self.trajectory
+        sequence = self.sequence
         num_messages = len(trajectory.messages)
-        num_tokens = len(trajectory.completion_ids)
-        num_read = self.num_read
+        num_tokens = len(sequence.completion_ids)
+        before = dict(vars(self))
         num_turns = trajectory.num_turns
-        num_sampled = trajectory.num_sampled_tokens
+        num_sampled = sequence.num_sampled_tokens
 
         def rewind() -> None:
-            for values in (trajectory.completion_ids, trajectory.loss_mask, trajectory.logprobs):
+            for values in (sequence.completion_ids, sequence.loss_mask, sequence.logprobs):
                 del values[num_tokens:]
             del trajectory.messages[num_messages:]
+            del trajectory.further[before["num_begun"] : self.num_begun]
             trajectory.num_turns = num_turns
-            trajectory.num_sampled_tokens = num_sampled
-            self.num_read = num_read
+            sequence.num_sampled_tokens = num_sampled
+            vars(self).update({**before, "place": self.place})
 
         return rewind
 
     def add(self, said: "Said") -> "Said":
         """Add a message of the model, whose tokens the policy has added."""
         message = said.parsed.message()
+        if said.parsed.thoughts is not None:
+            message["reasoning_content"] = said.parsed.thoughts
         if said.stopped_by:
             message["stopped_by"] = said.stopped_by
         self.trajectory.messages.append(message)

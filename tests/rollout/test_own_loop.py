@@ -132,6 +132,24 @@ def test_any_other_history_is_a_new_sequence_of_the_same_episode():
     assert all(one.further == [] for one in episode.further)
 
 
+def test_more_conversations_than_may_be_open_at_once_take_turns():
+    async def loop(policy, task):
+        talks = [[user("a")], [user("b")], [user("c")]]
+        for _ in range(2):
+            for talk in talks:
+                talk.append(await policy.message(talk))
+                talk.append(user("and?"))
+        return float(all(talk[1]["content"] == talk[3]["content"] for talk in talks))
+
+    scripts = [[say(text)] * 2 for text in "xyz"]
+    for number in (1, 2):
+        (episode,) = play(loop, *scripts, max_turns=6, max_concurrent_episodes=number)
+        assert (episode.reward, episode.error, episode.num_turns) == (1.0, "", 6)
+        assert [sampled(one) for one in episode.sequences] == [
+            ids_of(say(text), say(text)) for text in "xyz"
+        ]
+
+
 def test_tool_calls_are_read_where_the_loop_gives_tools():
     async def loop(policy, task):
         messages = [user("look it up")]

@@ -61,8 +61,8 @@ class Chat:
 
     `needs` says what the run's conversations have; a template is checked for nothing else. `notes`
     has what `fit_template` changed; `clock` is its argument. Raises UserError if the template fails
-    a check in `template_checks.py`. Warns if the template drops earlier thoughts or other messages
-    of the assistant, drops tool calls, or changes some arguments.
+    a check in `template_checks.py`. Warns if the template drops earlier messages of the assistant
+    or tool calls, or changes some arguments. `forgets`: it drops thoughts of earlier turns.
     """
 
     def __init__(
@@ -117,6 +117,7 @@ class Chat:
         if tool_call_format == "auto" and TOOLS_BEGIN not in tokenizer.chat_template:
             self._find_reader()
         talks = checks.talks(needs.tools, needs.replies)
+        self.forgets = False
         left_out = {role for talk in talks for role in checks.check_shown(self._template, talk)}
         if "assistant" in left_out:
             checks.warn_once(
@@ -125,7 +126,8 @@ class Chat:
             )
         if needs.tools or needs.replies:
             checks.check_deltas(self._template, self._after_stub, needs.tools)
-            checks.warn_of_lost_thoughts(self._template, self._opening)
+            self.forgets = checks.drops_thoughts(self._template, self._opening)
+            self.notes.append(checks.history_note(self._template, self._opening, self.forgets))
         self._renders_calls = needs.tools and "probe_tool" in self._template([ASKED, checks.CALL])
         if self._renders_calls:
             checks.check_calls(self._read_back, self._reader is not None, tool_call_format)
@@ -158,6 +160,25 @@ class Chat:
     def prompt_ids(self, messages: Sequence[Message], tools: list[dict[str, Any]]) -> list[int]:
         """Return the token ids of a conversation and of the next assistant message's header."""
         return list(self._once(self._prompt_ids, messages, tools))
+
+    def prompt_without_thoughts(
+        self, messages: Sequence[Message], tools: list[dict[str, Any]], first: int
+    ) -> list[int] | None:
+        """Return the ids of a prompt that lacks a thought of `messages[first:]`, else None.
+
+        None means that the conversation goes on with its tokens. Warns if it does so because the
+        template cannot write the whole conversation.
+        """
+        render = partial(self._template, tools=tools or None, add_generation_prompt=True)
+        try:
+            is_lost = self.forgets and checks.loses_thought(render, messages, first)
+            return self.prompt_ids(messages, tools) if is_lost else None
+        except UserError as error:
+            self._once(self._tell_unwritten, str(error))
+            return None
+
+    def _tell_unwritten(self, problem: str) -> None:
+        checks.warn_once(f"a conversation goes on with its thoughts: {problem}")
 
     def reply_ids(self, replies: Sequence[Message]) -> list[int]:
         """Return the ids of tool results or a user message, and of the next message's header.

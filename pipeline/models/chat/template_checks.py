@@ -9,7 +9,7 @@ from typing import Any
 from pipeline.common.console import say
 from pipeline.common.errors import UserError
 from pipeline.data.tasks import Message
-from pipeline.models.chat.text import STUB, Parsed, Special
+from pipeline.models.chat.text import END_OF_THOUGHT, STUB, THINK, Parsed, Special
 
 Render = Callable[..., str]  # a function with the arguments of `apply_chat_template`
 ReadBack = Callable[[Message], Parsed | None]  # returns None if the template cannot write a message
@@ -78,10 +78,6 @@ _REPLIES: list[list[Message]] = [
 ]
 _THOUGHT = "probe_thought"
 _ANSWERED = "probe_answer"
-_WITH_THOUGHT = [
-    _say(f"<think>\n{_THOUGHT}\n</think>\n\n{_ANSWERED}"),
-    *({**_say(_ANSWERED), k: _THOUGHT} for k in ("reasoning_content", "thinking", "reasoning")),
-]
 
 _ARGUMENTS: dict[str, tuple[str, Any]] = {  # each argument's name, JSON type and value
     "text": ("string", "Anna B., seat 7"),
@@ -224,21 +220,54 @@ def _unread(read_back: ReadBack, messages: dict[str, Message]) -> Iterator[str]:
             yield f"{what}: {parsed.malformed or f'{found} found of {len(calls)}'}"
 
 
-def warn_of_lost_thoughts(render: Render, opening: str) -> None:
-    """Warn if the template drops the thoughts of earlier messages, unless thinking is off."""
+def with_test_thought(message: Message) -> Message:
+    """Return a message of the model with another thought, if it has one: beside or in its text."""
+    text = message["content"]
+    if "reasoning_content" in message:
+        return {**message, "reasoning_content": _THOUGHT}
+    if message["role"] == "assistant" and END_OF_THOUGHT in text:
+        answer = text.partition(END_OF_THOUGHT)[2]
+        return {**message, "content": f"{THINK}\n{_THOUGHT}\n{END_OF_THOUGHT}{answer}"}
+    return message
+
+
+def drops_thoughts(render: Render, opening: str) -> bool:
+    """Return whether the template drops thoughts when a user speaks, unless thinking is off."""
     generation_prompt = opening.removeprefix(render([ASKED]))
-    for answer in _WITH_THOUGHT:
+    for thinking in ({"content": f"{END_OF_THOUGHT}\n\n{_ANSWERED}"}, {"reasoning_content": ""}):
+        answer = with_test_thought({**_say(_ANSWERED), **thinking})
         text = render([ASKED, answer])
-        later = render([ASKED, answer, ASKED])
-        closing = "</think>" if answer is _WITH_THOUGHT[0] else ""
+        closing = END_OF_THOUGHT if "content" in thinking else ""
         if _THOUGHT in text:
             closing = text.partition(_THOUGHT)[2].partition(_ANSWERED)[0].strip()
-        if _THOUGHT not in later and closing and closing not in generation_prompt:
-            return warn_once(
-                "the chat template drops earlier thoughts: a server that renders each conversation "
-                "anew will drop them, while training keeps them; set chat_template_kwargs: "
-                "{enable_thinking: false}, or serve with token-level history"
-            )
+        is_lost = loses_thought(render, [ASKED, answer, ASKED], 0)
+        if is_lost and closing and closing not in generation_prompt:
+            return True
+    return False
+
+
+def loses_thought(render: Render, messages: Sequence[Message], first: int, **options: Any) -> bool:
+    """Return whether the template leaves out a thought of the model in `messages[first:]`."""
+    talk = [*messages[:first], *map(with_test_thought, messages[first:])]
+    wanted = str(talk).count(_THOUGHT)
+    return wanted > 0 and render(talk, **options).count(_THOUGHT) < wanted
+
+
+def history_note(render: Render, opening: str, forgets: bool) -> str:
+    """Return a line on what later prompts keep of earlier messages."""
+    is_kept = render([ASKED, _say(_ANSWERED), ASKED]).startswith(opening)
+    note = "append-only, so a conversation is one sequence of tokens"
+    if forgets:
+        note = (
+            "it drops thoughts of earlier turns, as a server will; where it does, the "
+            "conversation goes on as the template renders it, in a new sequence of the episode"
+        )
+    elif not is_kept:
+        note = (
+            "what it writes before an answer is left out of earlier turns; a server will leave it "
+            "out, while training keeps it"
+        )
+    return f"chat template: {note}"
 
 
 def warn_once(text: str) -> None:

@@ -13,6 +13,7 @@ from pipeline.common.untrusted import is_plain, parse_json
 from pipeline.data.tasks import Message
 
 THINK = "<think>"
+END_OF_THOUGHT = "</think>"
 MAX_NOTATION = 8192  # most characters of a non-JSON call, whose parsing takes quadratic time
 MAX_SEARCH_S = 10.0  # longest search; an expression of a model folder may take exponential time
 _LOOKAHEAD = r"(?=[\s\S]*?"  # start of a regular expression that looks ahead without a limit
@@ -20,9 +21,13 @@ _LOOKAHEAD = r"(?=[\s\S]*?"  # start of a regular expression that looks ahead wi
 
 @dataclass(frozen=True, kw_only=True)
 class Parsed:
-    """A sampled message: text, tool calls as (name, arguments), and a syntax error, if any."""
+    """A sampled message: text, tool calls as (name, arguments), and a syntax error, if any.
+
+    `thoughts` are what a thinking model wrote before the text; None if it wrote no thought at all.
+    """
 
     content: str
+    thoughts: str | None = None
     calls: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
     malformed: str = ""
 
@@ -45,15 +50,17 @@ def _call_of(value: Any) -> tuple[str, dict[str, Any]]:
 
 def parse_hermes(text: str) -> Parsed:
     """Parse a message with calls like `<tool_call>{"name": "f", "arguments": {}}</tool_call>`."""
-    text = re.sub(r"^\s*<think>.*?</think>", "", text, flags=re.DOTALL)
+    thought = re.match(r"\s*<think>(.*?)</think>", text, flags=re.DOTALL)
+    thoughts = thought and thought[1].strip()
+    text = text[thought.end() :] if thought else text
     content, *blocks = text.split("<tool_call>")
     try:
         calls = [_hermes_call(block) for block in blocks]
         if "</tool_call>" in content:
             raise ValueError("</tool_call> without <tool_call>")
     except ValueError as error:
-        return Parsed(content=text, malformed=str(error))
-    return Parsed(content=content.strip(), calls=calls)
+        return Parsed(content=text, thoughts=thoughts, malformed=str(error))
+    return Parsed(content=content.strip(), thoughts=thoughts, calls=calls)
 
 
 def _hermes_call(block: str) -> tuple[str, dict[str, Any]]:
@@ -77,11 +84,16 @@ def parse_with(
         values = message.get("tool_calls") or []
         if not isinstance(content, str) or not isinstance(values, list):
             raise ValueError("the response template gives no message")
+        thoughts = message.get("reasoning_content") or message.get("thinking")
+        if thoughts is None and END_OF_THOUGHT in text and END_OF_THOUGHT not in content:
+            thoughts = ""  # a thought of no words, which readers leave out
         calls = [_call_of(v.get("function", v) if isinstance(v, dict) else v) for v in values]
     except Exception as error:  # a response template may raise any exception
         reason = str(error).partition("\n")[0].rstrip(".")
         return Parsed(content=text, malformed=reason or type(error).__name__)
-    return Parsed(content=content.strip(), calls=calls)
+    if thoughts is not None:
+        thoughts = str(thoughts).removesuffix(end).strip()  # the end, if the thought was left open
+    return Parsed(content=content.strip(), thoughts=thoughts, calls=calls)
 
 
 def response_template_of(tokenizer: Any, body: str) -> ResponseTemplate | None:

@@ -315,6 +315,7 @@ function messageBox(message, texts, mode, advantage, scale) {
     });
     return box;
   }
+  if (message.thoughts !== undefined) text.before(element("div", "facts", `thoughts: ${visible(texts[message.thoughts])}`));
   text.textContent = visible(texts[message.text]);
   for (const [tool, values] of message.calls ?? []) {
     const call = lineOf("div", "call", "(", texts[tool], texts[values]);

@@ -52,9 +52,7 @@ def other_tokenizer(template, tags=TAGS):
 def qwen3(**options):
     """Qwen3's own template, which TRL knows with its response template."""
     path = Path(trl.__file__).parent / "chat_templates" / "qwen3.jinja"
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "the chat template drops earlier thoughts")
-        return Chat(other_tokenizer(path.read_text(encoding="utf-8")), options)
+    return Chat(other_tokenizer(path.read_text(encoding="utf-8")), options)
 
 
 @cache
@@ -241,9 +239,9 @@ def test_a_malformed_call_is_a_finding_and_never_an_exception(text):
 
 def test_thinking_is_no_content():
     assert parse_hermes("<think>\n<tool_call>?\n</think>\n\n" + CALL) == Parsed(
-        content="", calls=[FOUND]
+        content="", thoughts="<tool_call>?", calls=[FOUND]
     )
-    assert parse_hermes("<think>hm</think>Done.") == Parsed(content="Done.")
+    assert parse_hermes("<think>hm</think>Done.") == Parsed(content="Done.", thoughts="hm")
 
 
 def test_what_an_expert_says_is_read_back():
@@ -273,10 +271,11 @@ def test_qwen3s_own_template_works_with_and_without_thinking():
     message = call("find_line", customer="K07")
     assert made.tokenizer.decode(made.message_ids(message)) == silent + CALL + "<|im_end|>"
     assert plain.tokenizer.decode(plain.message_ids(message)) == CALL + "<|im_end|>"
-    for each in (made, plain):
-        assert each.parse(each.message_ids(message)) == Parsed(content="", calls=[FOUND])
+    for each, thoughts in ((made, ""), (plain, None)):
+        parsed = Parsed(content="", thoughts=thoughts, calls=[FOUND])
+        assert each.parse(each.message_ids(message)) == parsed
         sampled = encode(each.tokenizer, "<think>\nhm\n</think>\n\nDone.<|im_end|>")
-        assert each.parse(sampled) == Parsed(content="Done.")
+        assert each.parse(sampled) == Parsed(content="Done.", thoughts="hm")
 
 
 IGNORANT = {
@@ -312,7 +311,7 @@ def tool(name, description, **properties):
 @pytest.mark.parametrize("name", IGNORANT)
 def test_a_template_without_tools_gets_a_block_of_them(name):
     made = Chat(other_tokenizer(IGNORANT[name].replace(*WHOLE_SYSTEM)))
-    assert ["block of tools" in note for note in made.notes] == [True]
+    assert ["block of tools" in note for note in made.notes] == [True, False]
     customer, seats = {"type": "string", "enum": ["K07", "K08"]}, {"type": "integer"}
     tools = [
         tool("find_line", "Find it.\nMore.", customer=customer, seats=seats),

@@ -729,9 +729,6 @@ def test_texts_are_read_as_they_were_sampled():
 
 # Thoughts
 
-REMEDY = "set chat_template_kwargs: {enable_thinking: false}, or serve with token-level history"
-LOST = "the chat template drops earlier thoughts: a server that renders each conversation anew"
-
 
 def told(name, **options):
     """What a template is warned of, if anything."""
@@ -741,21 +738,24 @@ def told(name, **options):
 
 
 @pytest.mark.parametrize(
-    ("name", "options", "warns"),
+    ("name", "options", "said"),
     [
-        ("qwen3", {}, True),
-        ("qwen3_5_nothink", {"enable_thinking": True}, True),
-        ("nemotron_3_nano", {}, True),
-        ("lfm2_2_5", {}, True),
-        ("qwen3", {"enable_thinking": False}, False),
-        ("qwen3_6", {"preserve_thinking": True}, False),
-        ("qwen3_8", {}, False),
-        ("qwen2_5", {}, False),
+        ("qwen3", {}, "drops thoughts"),
+        ("qwen3_5_nothink", {"enable_thinking": True}, "drops thoughts"),
+        ("nemotron_3_nano", {}, "drops thoughts"),
+        ("lfm2_2_5", {}, "drops thoughts"),
+        ("deepseek_r1_distill", {}, "drops thoughts"),
+        ("qwen3", {"enable_thinking": False}, "left out of earlier turns"),
+        ("qwen3_6", {"preserve_thinking": True}, "append-only"),
+        ("qwen3_8", {}, "append-only"),
+        ("qwen2_5", {}, "append-only"),
     ],
 )
-def test_where_a_server_drops_earlier_thoughts_one_warning_says_so(name, options, warns):
-    lost = [text for text in told(name, **options) if "thoughts" in text]
-    assert [text.startswith(LOST) and text.endswith(REMEDY) for text in lost] == [True] * warns
+def test_one_line_says_what_later_prompts_keep_of_earlier_messages(name, options, said):
+    made = shipped(name, **options)
+    (note,) = (note for note in made.notes if note.startswith("chat template: "))
+    assert said in note and made.forgets == (said == "drops thoughts")
+    assert not any("thoughts" in warning for warning in told(name, **options))
 
 
 def test_a_sampled_thought_that_the_template_opened_is_no_content():
@@ -766,5 +766,5 @@ def test_a_sampled_thought_that_the_template_opened_is_no_content():
     by_hermes = Chat(tokenizer_of(opened, ["<think>", "</think>"]), tool_call_format="hermes")
     for made in (shipped("qwen3_6"), shipped("qwen3_6_training"), by_hermes):
         sampled = made.tokenizer("Hm.\n</think>\n\nDone.<|im_end|>")["input_ids"]
-        assert made.parse(sampled) == Parsed(content="Done.")
+        assert made.parse(sampled) == Parsed(content="Done.", thoughts="Hm.")
     assert made.parse(sampled[:2]) == Parsed(content="Hm")
