@@ -147,8 +147,10 @@ class LoopPolicy:
         except EpisodeOver:
             await asyncio.sleep(0)  # or a loop that asks on would block the event loop
             raise
+        future = asyncio.wrap_future(asked.answer)
+        asked.is_lost = future.cancelled  # at once, and before `give_up`
         try:
-            answer = await asyncio.wrap_future(asked.answer)
+            answer = await future
             if self.is_over:
                 raise EpisodeOver(self.end or StopReason.COMPLETED)
             self.arrived(asked, answer)
@@ -277,7 +279,8 @@ class LoopPolicy:
         """Return the conversation that messages continue, with the new ones, or a new one."""
         messages = [*map(compared, asked.messages)]
         for lost in self._asked:  # a message that was given up makes room for another one
-            is_next = lost.before is not None and _new_messages(lost.before, messages)
+            first = [*map(compared, lost.messages)] == messages and lost.tools == asked.tools
+            is_next = _new_messages(lost.before, messages) if lost.before else first
             if is_next and lost.undo is not None and not lost.has_arrived and lost.is_lost():
                 self._take_back(lost)
         for conversation, known in self._known.items():

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from pipeline.config.settings import Config, RolloutSettings
+from pipeline.data.rows import with_usual_messages
 from pipeline.environments import Domain, load_domains
 from pipeline.environments.domains import generated
 from pipeline.environments.faults import Outage
@@ -365,6 +366,26 @@ def test_a_message_that_is_asked_for_again_has_the_same_draws_in_the_same_sequen
     assert [m["role"] for m in episode.messages] == ["user", "assistant"] * 2
     (key, _), again = sampler.opened[0], sampler.opened[-1]
     assert again == (key, len(ids_of(say("a"))))
+
+
+@pytest.mark.parametrize("num_said", [0, 1])
+def test_a_message_that_is_asked_for_again_at_once_continues_the_same_sequence(num_said):
+    async def loop(policy, task, goes_on):
+        messages = [user("first")]
+        if num_said:
+            messages += [await policy.message(messages), user("second")]
+        lost = asyncio.ensure_future(policy.message(messages))
+        await asyncio.sleep(0.01)
+        lost.cancel()
+        goes_on.set()
+        again = policy.ask(messages=with_usual_messages(messages), tools=[])
+        policy.arrived(again, again.answer.result(20))  # the cancelled task cannot end before
+        return 1.0
+
+    episode, sampler = play_held(loop, [say("a")] * 3, [say("b")] * 3, held=1 + num_said)
+    assert (episode.reward, episode.error, episode.num_turns) == (1.0, "", 1 + num_said)
+    assert episode.further == [] and sampled(episode) == ids_of(*[say("a")] * (1 + num_said))
+    assert len({key for key, _ in sampler.opened}) == 1
 
 
 @pytest.mark.parametrize("ending", ["gather", "return", "raise"])
