@@ -1,4 +1,4 @@
-"""What `--check` measures where the weights and the device are at hand: the longest group."""
+"""What `--check` sees where weights and device are at hand: agents' episodes, the longest group."""
 
 import os
 import random
@@ -16,7 +16,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from pipeline.checkpoints.resume import load_start
 from pipeline.common.console import in_words
 from pipeline.common.errors import UserError
-from pipeline.common.untrusted import reason_of
+from pipeline.common.untrusted import one_line, reason_of
 from pipeline.config.settings import Config
 from pipeline.data.curriculum import Stage
 from pipeline.data.rng import stream_key
@@ -42,9 +42,10 @@ PLAYED_S = 60.0  # seconds after which this ends
 def measured(memory: Memory, parts: Parts) -> Iterator[str]:
     """Play the longest group that the settings allow, do one update, and yield what both need.
 
-    Before that, sampler and trainer are compared, as in a run. On a GPU, a peak is what torch has
+    Before that, sampler and trainer are compared, as in a run, and each loop of the user's plays an
+    episode. On a GPU, a peak is what torch has
     allocated there; on a CPU, it is the largest resident size of this process. Raises UserError if
-    the group does not fit, or if the model is none that a run would train.
+    the group does not fit, if the model is none that a run would train, or if a loop fails.
     """
     config = memory.config
     if why := why_not(memory):
@@ -57,8 +58,12 @@ def measured(memory: Memory, parts: Parts) -> Iterator[str]:
     yield "sampler and trainer compute the same log-probabilities"
     size = config.rollout.num_generations
     longest = memory.longest(config)
+    unplayed = why_not_played(config, parts)
     group_of = f"a group of {size:,} episodes of {longest:,} tokens"
     try:
+        for name in (name for name, domain in parts.domains.items() if domain.loop is not None):
+            seen = f"no episode is played: {unplayed}, which may cost money"
+            yield f"{name}: {seen if unplayed else episode_of_loop(name, learner, parts, config)}"
         short = min(longest, len(prompt) + SHORT)
         begun = time.monotonic()
         play_longest(learner, prompt, short, 1)
@@ -78,7 +83,7 @@ def measured(memory: Memory, parts: Parts) -> Iterator[str]:
             updater = new_updater(learner, ranks, config)
             updater.update_policy(group, advantages, learning_rate=0.0)
             yield _row("its update", device, begun)
-        if not asks_endpoints(config):
+        if not unplayed:
             yield from time_of_evaluations(learner, parts, config, memory.num_ranks)
     except (RuntimeError, MemoryError) as error:
         if "memory" not in str(error) and not isinstance(error, MemoryError):
@@ -99,6 +104,45 @@ def tokens_of(model: Any, longest: int) -> float:
 def asks_endpoints(config: Config) -> bool:
     """Return whether episodes ask a customer or a judge, whose answers cost money."""
     return config.customer.url is not None or config.judge.url is not None
+
+
+def why_not_played(config: Config, parts: Parts) -> str:
+    """Return why no episodes are played, or an empty text."""
+    if asks_endpoints(config):
+        return "they ask a customer or a judge"
+    functions = parts.rewards.functions if parts.rewards else ()
+    has_loop = any(domain.loop is not None for domain in parts.domains.values())
+    asking = [f.name for f in functions if f.is_async and has_loop]
+    return f"the reward function {asking[0]} is async" if asking else ""
+
+
+def episode_of_loop(name: str, learner: Learner, parts: Parts, config: Config) -> str:
+    """Let a domain's loop play an episode, and return what was seen.
+
+    Raises UserError if the loop fails before its first message.
+    """
+    loop: Any = parts.domains[name].loop
+    task = parts.held_out[name][0]
+    key = stream_key(config.run.seed, "check", *task.key)
+    begun = time.monotonic()
+    (episode,) = learner.rollout([RolloutRequest(task=task, trial=0, key=key)])
+    seconds = time.monotonic() - begun
+    if episode.error and not episode.num_turns:
+        raise UserError(f"{name}: its agent fails before its first message: {episode.error}")
+    causes = ", ".join(f"{count} {cause}" for cause, count in episode.new_sequences.items())
+    num_tokens = sum(sequence.num_tokens for sequence in episode.sequences)
+    errors = one_line(getattr(loop, "errors", ""))
+    parts_of_line = [
+        f"an episode of {getattr(loop, '__name__', 'its loop')}",
+        f"{episode.num_turns} messages in {len(episode.sequences)} sequence(s)",
+        f"new ones by {causes}" * bool(causes),
+        f"{episode.num_sampled_in_all} of {num_tokens} tokens sampled",
+        f"{episode.stop_reason}, reward {episode.reward:g}",
+        f"{seconds:.1f} s",
+        one_line(episode.error),
+        f"standard error: {errors}" * bool(errors),
+    ]
+    return "; ".join(filter(None, parts_of_line))
 
 
 def num_evaluations(config: Config, stages: Sequence[Stage]) -> tuple[int, int]:
@@ -190,6 +234,7 @@ def alone(config: Config, parts: Parts) -> tuple[Learner, Ranks]:
         accelerator,
         ranks,
         make_sampler=make_sampler,
+        rewards=None if why_not_played(config, parts) else parts.rewards,
     )
     return learner, ranks
 

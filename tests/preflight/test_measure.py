@@ -1,5 +1,6 @@
 """`--check` plays the longest group and does one update, and says what both took."""
 
+import json
 import re
 
 import pytest
@@ -85,3 +86,63 @@ def test_a_group_that_does_not_fit_is_refused_in_one_line(monkeypatch, capsys):
         "memory: a group of 4 episodes of 96 tokens",
         "lower max_tokens",
     )
+
+
+PLAY = """
+async def talks(policy, task):
+    await policy.message([{"role": "user", "content": "one"}])
+    await policy.message([{"role": "user", "content": "two"}])
+    return "my text"
+
+def fails(policy, task):
+    raise ValueError("no desk")
+
+def shows(completions, **columns):
+    return [float(len(text)) for text in completions]
+
+async def asks(completions, **columns):
+    raise AssertionError("it costs money")
+"""
+
+
+def of_agent(agent, *flags):
+    """Flags of a check of a small dataset that an agent plays."""
+    files = ["--tasks", "{sums: sums.jsonl}", "--warm-start-steps", "0", "--num-generations", "4"]
+    return parse(["--domains", "sums", *files, "--agents", f"{{sums: {agent!r}}}", *flags])
+
+
+@pytest.fixture
+def sums(tmp_path, monkeypatch):
+    rows = (json.dumps({"prompt": f"{a} + 1", "answer": str(a + 1)}) for a in range(60))
+    (tmp_path / "sums.jsonl").write_text("\n".join(rows), encoding="utf-8")
+    (tmp_path / "sums_agent.py").write_text(PLAY, encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+
+
+def test_an_agent_plays_one_episode_and_what_it_did_is_said(sums, capsys):
+    config = of_agent("sums_agent:talks", "--reward-funcs", "sums_agent:shows")
+    assert check.main(config, measures=True) == 0
+    (line,) = re.findall(r"^sums: an episode .*", capsys.readouterr().out, re.M)
+    says(line, "of talks; 2 messages in 2 sequence(s); new ones by 1 new; ", " tokens sampled; ")
+    says(line, ", reward 7; ")
+
+
+def test_a_program_plays_one_episode_and_what_it_complained_is_said(sums, capsys):
+    program = """bash -c 'echo careful >&2; echo "{\\"reward\\": 0.5}"'"""
+    config = of_agent("x").changed("data", agents={"sums": program})
+    assert check.main(config, measures=True) == 0
+    (line,) = re.findall(r"^sums: an episode .*", capsys.readouterr().out, re.M)
+    says(line, "0 messages in 1 sequence(s)", "completed, reward 0.5; ", "standard error: careful")
+
+
+def test_an_agent_that_fails_before_its_first_message_is_refused(sums):
+    line = refusal(check.main, of_agent("sums_agent:fails"), measures=True)
+    says(line, "sums: its agent fails before its first message: ValueError: no desk (sums_agent.py")
+
+
+def test_an_agent_whose_episode_may_cost_money_is_not_played(sums, capsys):
+    config = of_agent("sums_agent:talks", "--reward-funcs", "sums_agent:asks")
+    assert check.main(config, measures=True) == 0
+    why = "sums: no episode is played: the reward function asks is async, which may cost money"
+    assert why in capsys.readouterr().out
