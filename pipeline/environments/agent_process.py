@@ -13,7 +13,7 @@ import selectors
 import shlex
 import signal
 from collections.abc import Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from importlib.util import find_spec
 from pathlib import Path
 from shutil import which
@@ -52,15 +52,13 @@ class AgentProcess:
         self._words = list(words)
 
     async def __call__(self, policy: Any, task: Task) -> Any:
-        guard = Popen(GUARD, stdin=PIPE, stdout=DEVNULL, stderr=DEVNULL, process_group=0)
-        assert guard.stdin is not None
+        guard: Any = Popen(GUARD, stdin=PIPE, stdout=DEVNULL, stderr=DEVNULL, process_group=0)
         try:
             return await asyncio.to_thread(self._run, guard, policy, task)
         finally:
             guard.stdin.close()  # a thread cannot be interrupted
 
-    def _run(self, guard: Popen[bytes], policy: Any, task: Task) -> Any:
-        assert guard.stdin is not None
+    def _run(self, guard: Any, policy: Any, task: Task) -> Any:
         row = task.row() | ({"tools": policy.tools} if policy.tools else {})
         with guard, TemporaryFile() as given:  # a pipe may be full
             given.write(json.dumps(row).encode() + b"\n")
@@ -79,13 +77,14 @@ class AgentProcess:
                 printed = self._read(process)
                 code = process.wait()
         if code:
-            ended = f"exit code {code}" if code > 0 else f"signal {-code}"
-            ended += "" if code > 0 else f" ({signal.strsignal(-code)})"
+            ended = f"exit code {code}"
+            if code < 0:
+                ended = f"signal {-code} ({signal.strsignal(-code)})"
             why = one_line(self.errors)[-SHOWN_ERRORS:]
             raise AgentFailed(f"{self.__name__} ended with {ended}" + f": {why}" * bool(why))
         return self._reward_in(printed) if self.prints_reward else printed
 
-    def _read(self, process: Popen[bytes]) -> str:
+    def _read(self, process: Any) -> str:
         """Return what a process prints until it ends; its children may have its pipes for longer.
 
         Raises AgentFailed if it prints too much.
@@ -93,7 +92,6 @@ class AgentProcess:
         kept = {process.stdout: b"", process.stderr: b""}
         with selectors.DefaultSelector() as selector:
             for pipe in kept:
-                assert pipe is not None
                 selector.register(pipe, selectors.EVENT_READ, pipe)
             while selector.get_map():
                 ready = selector.select(TICK_S)
@@ -115,16 +113,14 @@ class AgentProcess:
 
     def _reward_in(self, printed: str) -> Any:
         last = printed.rpartition("\n")[2]
-        try:
+        with suppress(ValueError):
             said = parse_json(last)
-        except ValueError:
-            said = None
-        if not isinstance(said, dict) or said.keys() != {"reward"}:
-            raise AgentFailed(
-                f"{self.__name__} printed {shown(last)} last, and nothing else scores; print "
-                '{"reward": 1.0} as the last line, or give reward_funcs'
-            )
-        return said["reward"]
+            if isinstance(said, dict) and said.keys() == {"reward"}:
+                return said["reward"]
+        raise AgentFailed(
+            f"{self.__name__} printed {shown(last)} last, and nothing else scores; print "
+            '{"reward": 1.0} as the last line, or give reward_funcs'
+        )
 
 
 def variables_of(policy: Any) -> dict[str, str]:
@@ -162,7 +158,6 @@ def agent_process(where: str, command: str, prints_reward: bool) -> AgentProcess
 
 
 def files_of(command: str) -> list[Path]:
-    """Return the files below this folder that a command names."""
-    here = Path.cwd()
-    paths = [Path(word) for word in shlex.split(command)]
-    return [p for p in paths if p.is_file() and p.resolve().is_relative_to(here)]
+    """Return the files below this folder that a command, or `module:function`, names."""
+    paths = map(Path, shlex.split(command))
+    return [p for p in paths if p.is_file() and p.resolve().is_relative_to(Path.cwd())]

@@ -227,12 +227,12 @@ def _load(name: str, setting: EnvironmentFactory, config: Config) -> Domain:
 def is_loop(factory: Any) -> bool:
     """Return whether a callable is a loop, and not what makes environments."""
     call = factory if inspect.isfunction(factory) else getattr(factory, "__call__", None)  # noqa: B004
-    if isinstance(factory, type) or call is None or inspect.isgeneratorfunction(call):
+    makes_more = inspect.isgeneratorfunction(call) or inspect.isasyncgenfunction(call)
+    if isinstance(factory, type) or makes_more or not callable(factory):
         return False
     with suppress(TypeError, ValueError):  # of code in C
         names = [*inspect.signature(factory).parameters]
-        is_named = names[:2] == ["policy", "task"] and not inspect.isasyncgenfunction(call)
-        return is_named or is_async(factory)
+        return names[:2] == ["policy", "task"] or is_async(factory)
     return False
 
 

@@ -12,7 +12,6 @@ from typing import Any
 from pipeline.checkpoints.resume import STARTED
 from pipeline.checkpoints.run_folder import TEMPLATE, hash_of
 from pipeline.config.domain_names import known_domains
-from pipeline.config.rules import IMPORT_STRING
 from pipeline.config.settings import Config
 from pipeline.data.tasks import HELD_OUT, MODULE, Task
 from pipeline.environments.agent_process import files_of
@@ -39,8 +38,7 @@ def made_of(config: Config, tasks: Mapping[str, TaskSets], tokenizer: Any) -> di
         for difficulty, graded in sets.graded.items():
             hashes[f"training tasks of {name} ({difficulty})"] = _hash_of_tasks(graded)
     for name, target in config.data.agents.items():
-        files = [] if IMPORT_STRING.fullmatch(target) else files_of(target)
-        hashes |= {f"file {file} of the agent of {name}": hash_of(file) for file in files}
+        hashes |= {f"file {f} of the agent of {name}": hash_of(f) for f in files_of(target)}
     for name, path in config.data.demonstrations.items():
         hashes[f"demonstrations of {name}"] = _hash_of_files(Path(path))
     return hashes | hashes_of_modules(config) | hashes_of_tokenizer(tokenizer)

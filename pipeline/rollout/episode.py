@@ -11,7 +11,7 @@ import inspect
 import json
 import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -87,7 +87,6 @@ class Episode:
         self._until: float | None = None  # as the rollout's
         self.environment: Any = None
         self.returned: float | str | None = None  # by a user's loop
-        self._seen = list[Message]()  # what the environment has seen of an episode of a loop
         self.in_background = opening_message is not None or tools.may_wait(domain.environment)
         # In the background, episodes would change the global state of each other.
         is_used = tools.uses_random_state(domain.environment) and not self.in_background
@@ -104,6 +103,8 @@ class Episode:
             trial=request.trial,
             messages=[dict(message) for message in self.task.prompt],
         )
+        self._messages = self.trajectory.messages  # the conversation as the environment sees it
+        self._has_failed = False  # whether the latest call of a tool has
         self.conversation: Conversation | None = None  # from the episode's start on
 
     async def play(self) -> None:
@@ -122,13 +123,13 @@ class Episode:
             if self.domain.loop is None:
                 trajectory.stop_reason = await self._converse(conversation)
                 self.shared.policy.close(conversation)
-                await self._score(trajectory.messages)
+                await self._score()
             else:
                 is_process = isinstance(self.domain.loop, AgentProcess)
                 async with self.shared.processes if is_process else nullcontext():
                     trajectory.stop_reason = await self._let_play(self.domain.loop)
                 if self.domain.has_get_reward:
-                    await self._score(self._seen)
+                    await self._score()
         except EnvironmentFault as fault:
             self.shared.policy.close(conversation)
             trajectory.stop_reason = StopReason.ENVIRONMENT_ERROR
@@ -151,7 +152,7 @@ class Episode:
             elif said.parsed.malformed:
                 end = self._refuse(said.parsed.malformed)
             elif said.parsed.calls:
-                end = await self._call_tools(said.parsed)
+                end = await self._call_tools(said.parsed.calls)
             else:
                 end = await self._ask_customer(said.parsed.content)
             if end is None and trajectory.num_turns >= self.shared.limits.max_turns:
@@ -163,7 +164,7 @@ class Episode:
         trajectory = self.trajectory
         self._show(trajectory.messages)  # a person may change the request
         self.task = replace(self.task, prompt=tuple(map(dict, trajectory.messages)))
-        self._seen += self.task.prompt
+        self._messages = [*self.task.prompt]
         policy = LoopPolicy(
             self.shared.policy,
             self.shared.chat,
@@ -198,6 +199,8 @@ class Episode:
         if policy.fault is not None:
             raise policy.fault
         if isinstance(self.returned, str):
+            final = {"role": "assistant", "content": self.returned}
+            self._messages += [final] if self._messages[-1] != final else []
             await self._end_with(self.returned)
         trajectory.reward = self.returned if isinstance(self.returned, float) else 0.0
         if policy.end is None and policy.is_cut:
@@ -230,117 +233,95 @@ class Episode:
         too_many = self.trajectory.num_malformed_calls > self.shared.limits.max_malformed_calls
         return StopReason.MALFORMED_CALL if too_many else None
 
-    async def _call_tools(self, parsed: Parsed) -> StopReason | None:
+    async def _call_tools(self, calls: Sequence[tuple[str, dict[str, Any]]]) -> StopReason | None:
+        self._left_out = ""
+        methods = tool_methods(self.domain.environment)
+        most = self.shared.limits.max_repeated_calls
         replies = list[Message]()
         end = None
-        for name, arguments in parsed.calls:
+        for name, arguments in calls:
+            if most:
+                self._repeated.append(json.dumps([name, arguments], sort_keys=True))
+            call = partial(tools.answer_call, self.environment, name, arguments)
+            method = methods.get(name, raw_call(self.domain.environment))
             try:
-                result, end = await self._call_tool(name, arguments)
+                result = await self._call(name, call, method)
             except EnvironmentFault:
                 self._add(*replies)
                 raise
+            if result.raised:
+                self.trajectory.num_tool_errors += 1
+                self.shared.faults.add(*self.task.key, name, result.raised)
+            known = name if name in methods else UNKNOWN_TOOL
+            num_calls, num_errors = self.trajectory.tools.get(known, (0, 0))
+            self.trajectory.tools[known] = [num_calls + 1, num_errors + result.is_error]
+            self._has_failed = result.is_error
             replies.append({"role": "tool", "name": name, "content": result.content})
-            if end is not None:
+            if result.is_last:
+                end = StopReason.COMPLETED
+                break
+            if most and self._repeated[-most:] == self._repeated[-1:] * most:
+                end = StopReason.REPEATED_CALL
                 break
         self._add(*replies)
         return end
 
-    async def _call_tool(
-        self, name: str, arguments: dict[str, Any]
-    ) -> tuple[tools.ToolAnswer, StopReason | None]:
-        """Call a tool; return its answer, and why the episode ends with it, if it does."""
-        self._left_out = ""
-        methods = tool_methods(self.domain.environment)
-        most = self.shared.limits.max_repeated_calls
-        if most:
-            self._repeated.append(json.dumps([name, arguments], sort_keys=True))
-        call = partial(tools.answer_call, self.environment, name, arguments)
-        method = methods.get(name, raw_call(self.domain.environment))
-        result = await self._call(name, call, method)
-        if result.raised:
-            self.trajectory.num_tool_errors += 1
-            self.shared.faults.add(*self.task.key, name, result.raised)
-        known = name if name in methods else UNKNOWN_TOOL
-        num_calls, num_errors = self.trajectory.tools.get(known, (0, 0))
-        self.trajectory.tools[known] = [num_calls + 1, num_errors + result.is_error]
-        if result.is_last:
-            return result, StopReason.COMPLETED
-        is_repeated = most and self._repeated[-most:] == self._repeated[-1:] * most
-        return result, StopReason.REPEATED_CALL if is_repeated else None
-
     async def _call_of_loop(self, name: str, arguments: dict[str, Any]) -> Act:
-        function = {"name": name, "arguments": arguments}
-        calls = [{"type": "function", "function": function}]
-        self._seen.append({"role": "assistant", "content": "", "tool_calls": calls})
-        answer, end = await self._call_tool(name, arguments)
-        result = {"role": "tool", "name": name, "content": answer.content}
-        self._shorten(result)
-        self._seen.append(result)
+        calls = [(name, arguments)]
+        self._messages.append(Parsed(content="", calls=calls).message())
+        end = await self._call_tools(calls)
+        result = self._messages[-1]
         told = {key: result[key] for key in ("role", "name", "content")}
-        return {**told, "is_error": answer.is_error or "raw_content" in result}, end
+        return {**told, "is_error": self._has_failed or "raw_content" in result}, end
 
     async def _reply_to_loop(self, text: str) -> Act:
-        self._seen.append({"role": "assistant", "content": text})
-        said = await self._reply_to(text)
-        if said is None:
-            return None, StopReason.COMPLETED
-        self._seen.append({"role": "user", "content": said})
-        return said, None
+        self._messages.append({"role": "assistant", "content": text})
+        end = await self._ask_customer(text)
+        return (None if end else self._messages[-1]["content"]), end
 
     async def _ask_customer(self, message: str) -> StopReason | None:
-        said = await self._reply_to(message)
-        if said is None:
-            return StopReason.COMPLETED
-        self._add({"role": "user", "content": said})
-        return None
-
-    async def _reply_to(self, message: str) -> str | None:
-        """Return the customer's answer; if there is none, the message is the final one."""
         self._repeated = []
         self._left_out = "reply"
         reply = tools.method_of(self.environment, "user", "reply")
         ask = partial(self.shared.reply, self.environment, message)
-        said: str | None = await self._call("reply", ask, reply)
-        if said is None:
-            await self._end_with(message)
-        return said
+        said = await self._call("reply", ask, reply)
+        if said is not None:
+            self._add({"role": "user", "content": said})
+            return None
+        await self._end_with(message)
+        return StopReason.COMPLETED
 
     async def _end_with(self, message: str) -> None:
-        """Give the environment the final message."""
         self._left_out = ""
-        final = {"role": "assistant", "content": message}
-        self._seen += [final] if self._seen[-1:] != [final] else []
         await self._call(
             "final message", partial(setattr, self.environment, "final_message", message)
         )
 
     def _add(self, *replies: Message) -> None:
         """Add replies to the conversation; the result of a tool that is too long is an error."""
-        for reply in (reply for reply in replies if reply["role"] == "tool"):
-            self._shorten(reply)
-        self.trajectory.messages += replies
-        self._show(list(replies))
-
-    def _shorten(self, result: Message) -> None:
         most = self.shared.limits.max_tool_result_tokens
-        num_tokens = self.shared.chat.num_content_tokens(result["content"])
-        if num_tokens > most:
-            result["raw_content"] = result["content"]
-            result["content"] = tools.error_result("result too long")
-            why = f"its result has {num_tokens} tokens, max_tool_result_tokens is {most}"
-            self.shared.faults.add(*self.task.key, result["name"], why)
+        for reply in (reply for reply in replies if reply["role"] == "tool"):
+            num_tokens = self.shared.chat.num_content_tokens(reply["content"])
+            if num_tokens > most:
+                reply["raw_content"] = reply["content"]
+                reply["content"] = tools.error_result("result too long")
+                why = f"its result has {num_tokens} tokens, max_tool_result_tokens is {most}"
+                self.shared.faults.add(*self.task.key, reply["name"], why)
+        self._messages += replies
+        if self.domain.loop is None:  # else its policy shows what it makes of them
+            self._show(list(replies))
 
     def _show(self, messages: list[Message]) -> None:
         if self.shared.watch is not None:
             self.shared.watch(self.environment, messages)
 
-    async def _score(self, messages: list[Message]) -> None:
+    async def _score(self) -> None:
         trajectory = self.trajectory
         self._left_out = ""
         self._until = math.inf  # what is over is scored
         said = [  # without thoughts, which the chat template alone needs
             {key: value for key, value in message.items() if key != "reasoning_content"}
-            for message in messages
+            for message in self._messages
         ]
         score = partial(tools.outcome_of, self.environment, trajectory.stop_reason.value, said)
         method = tools.method_of(self.environment, "get_reward")

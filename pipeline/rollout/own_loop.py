@@ -386,8 +386,7 @@ class LoopPolicy:
         )
 
     async def _acted(self, act: Callable[[], Awaitable[Act]]) -> Any:
-        task = asyncio.current_task()
-        assert task is not None
+        task: Any = asyncio.current_task()
         self._acts.add(task)
         try:
             async with self._in_turn:
