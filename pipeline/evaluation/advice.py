@@ -22,7 +22,7 @@ from pipeline.data.tasks import Message
 from pipeline.distributed.ranks import Ranks
 from pipeline.environments.domains import Domain
 from pipeline.evaluation.transfer import Z95, mean_over_tasks, pass_at_k, rate, successes_of
-from pipeline.rollout.trajectory import EpisodeRecord, StopReason, Trajectory, succeeded
+from pipeline.rollout.trajectory import FAILED, EpisodeRecord, StopReason, Trajectory, succeeded
 
 STILL_STEPS = 10  # number of steps with signal that tell whether the reward rises
 STILL_RATE = 1e-7  # a lower peak of the learning rate hardly moves a weight
@@ -35,6 +35,7 @@ ADVICE = {  # how an episode ended -> what to do
     StopReason.MALFORMED_CALL: "{demonstrate} of the tools' calls",
     StopReason.REPEATED_CALL: "raise max_repeated_calls, or give demonstrations without repeats",
     StopReason.ENVIRONMENT_ERROR: "mend the environment",
+    StopReason.AGENT_ERROR: "mend the agent",
 }
 TAUGHT = "give the warm start demonstrations"
 UNTAUGHT = "add a warm start (--warm-start-steps) with demonstrations"
@@ -77,7 +78,7 @@ def commonest_end(reasons: Counter[StopReason], whose: str, config: Config) -> s
         demonstrate=TAUGHT if config.is_supervised else UNTAUGHT,
         rewards="the reward functions" if config.data.reward_funcs else "get_reward",
     )
-    if reason is not StopReason.ENVIRONMENT_ERROR:
+    if reason not in FAILED:
         is_random = config.model.model == "tiny" and not config.is_supervised
         more = f"; or raise warm_start.steps ({steps})" if steps else ""
         remedy = RANDOM if is_random else remedy + more

@@ -27,6 +27,7 @@ from pipeline.distributed.ranks import Ranks
 from pipeline.evaluation.transfer import pass_hat_k, summary, tool_counts, worse
 from pipeline.rollout.rollout import Progress, Rollout, RolloutRequest
 from pipeline.rollout.trajectory import (
+    FAILED,
     EpisodeRecord,
     StopReason,
     Trajectory,
@@ -103,7 +104,8 @@ def refuse_failed_trials(records: Sequence[EpisodeRecord], when: str) -> None:
     """Raise RunError, on every rank, if a trial's environment failed in each attempt.
 
     Raises UserError if a trial has no reward. If such trials counted as a reward of 0, the policy
-    would seem to have forgotten tasks.
+    would seem to have forgotten tasks. Errors of a user's loop or agent do count as 0, because
+    what the model says may be their cause.
     """
     if failed := failed_trials(records):
         raise RunError(
@@ -337,9 +339,9 @@ def commonest(failed: Sequence[EpisodeRecord]) -> str:
 
 
 def error_counts(records: Iterable[EpisodeRecord]) -> dict[str, list[int]]:
-    """Return [episodes, environment errors] of each domain."""
+    """Return [episodes, errors of environments and agents] of each domain."""
     return {
-        domain: [len(episodes), len(failed_trials(episodes))]
+        domain: [len(episodes), sum(record.stop_reason in FAILED for record in episodes)]
         for domain, episodes in grouped(records, "domain").items()
     }
 
@@ -359,13 +361,13 @@ def stop_on_errors(
     """
     for domain, (episodes, errors) in counts.items():
         if episodes >= 2 * limits.num_generations and errors > limits.max_error_rate * episodes:
-            mine = [r for r in failed_trials(records) if r.domain == domain]
+            mine = [r for r in records if r.stop_reason in FAILED and r.domain == domain]
             gathered = ranks.all_gather_objects(mine, "environment errors")
             which = commonest([*chain(*gathered)])
             raise RunError(
                 f"rollout.max_error_rate: {errors} of {episodes} episodes of {domain} "
-                f"({100 * errors / episodes:.0f} %) ended in environment errors {when}{which}; "
-                "mend the environment, or raise the limit"
+                f"({100 * errors / episodes:.0f} %) ended in errors {when}{which}; "
+                "mend the environment or the agent, or raise the limit"
             )
 
 

@@ -30,7 +30,7 @@ from pipeline.environments.tools import RandomState, reply_of
 from pipeline.models.chat.template import Chat
 from pipeline.models.chat.text import Parsed
 from pipeline.rollout.own_loop import Act, LoopPolicy, World, play
-from pipeline.rollout.trajectory import CAUSES, Conversation, Policy, StopReason, Trajectory
+from pipeline.rollout.trajectory import CAUSES, FAILED, Conversation, Policy, StopReason, Trajectory
 
 UNKNOWN_TOOL = "unknown"  # calls of all nonexistent tools are counted under this name
 
@@ -87,6 +87,7 @@ class Episode:
         self._until: float | None = None  # as the rollout's
         self.environment: Any = None
         self.returned: float | str | None = None  # by a user's loop
+        self._is_agents = False  # whether the code of a loop or agent has failed
         self.in_background = opening_message is not None or tools.may_wait(domain.environment)
         # In the background, episodes would change the global state of each other.
         is_used = tools.uses_random_state(domain.environment) and not self.in_background
@@ -94,6 +95,7 @@ class Episode:
             RandomState(self.task) if is_used else nullcontext()
         )
         self._repeated: list[str] = []  # tool calls since the last message without a tool call
+        self._is_agents = False  # whether the code of a loop or agent has failed
         self._left_out = ""  # why training leaves the episode out if the current call fails
         self.trajectory = Trajectory(
             domain=self.task.domain,
@@ -132,7 +134,8 @@ class Episode:
                     await self._score()
         except EnvironmentFault as fault:
             self.shared.policy.close(conversation)
-            trajectory.stop_reason = StopReason.ENVIRONMENT_ERROR
+            is_agents = self._is_agents and trajectory.num_turns > 0 and not fault.outage
+            trajectory.stop_reason = FAILED[is_agents]
             trajectory.error = str(fault)
             trajectory.left_out = "outage" if fault.outage else self._left_out
             self.shared.faults.add(*self.task.key, fault.call, str(fault))
@@ -188,7 +191,8 @@ class Episode:
             )
         except EnvironmentFault as fault:
             fault.outage = fault.outage or policy.lost_connection
-            if policy.fault is None:
+            self._is_agents = policy.fault is None
+            if self._is_agents:
                 raise
         finally:
             policy.close()

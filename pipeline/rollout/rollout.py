@@ -26,7 +26,14 @@ from pipeline.rollout.episode import Episode, Reply, Shared, Watch
 from pipeline.rollout.episode import RolloutRequest as RolloutRequest
 from pipeline.rollout.rewards import Completion, RewardFunctions
 from pipeline.rollout.samplers.choice import Handle, Sampler
-from pipeline.rollout.trajectory import Conversation, Policy, Said, Sampled, StopReason, Trajectory
+from pipeline.rollout.trajectory import (
+    FAILED,
+    Conversation,
+    Policy,
+    Said,
+    Sampled,
+    Trajectory,
+)
 
 Progress = Callable[[int], None]  # gets the number of episodes that have just ended
 # Share of messages that must be complete before environments answer. A low share gives more and
@@ -179,11 +186,7 @@ class Rollout:
         if self.rewards is None:
             return
         begun = time.perf_counter()
-        played = [
-            episode
-            for episode in episodes
-            if episode.trajectory.stop_reason is not StopReason.ENVIRONMENT_ERROR
-        ]
+        played = [episode for episode in episodes if episode.trajectory.stop_reason not in FAILED]
         await self.rewards.score(
             [Completion(e.domain, e.task, e.environment, e.trajectory, e.returned) for e in played],
             self.faults,

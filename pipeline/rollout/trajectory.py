@@ -31,7 +31,10 @@ class StopReason(StrEnum):
     MALFORMED_CALL = "malformed_call"  # more malformed tool calls than max_malformed_calls
     REPEATED_CALL = "repeated_call"  # max_repeated_calls equal tool calls in a row
     ENVIRONMENT_ERROR = "environment_error"  # environment code failed or exceeded its deadline
+    AGENT_ERROR = "agent_error"  # so did a user's loop or agent, after a message of the model
 
+
+FAILED = (StopReason.ENVIRONMENT_ERROR, StopReason.AGENT_ERROR)
 
 # Environment failures that the policy did not cause; training ignores episodes with these failures.
 # Timeouts of tools and failures of get_reward are not in LEFT_OUT: the policy may cause them.

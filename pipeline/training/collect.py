@@ -19,7 +19,7 @@ from pipeline.data.rng import stream_key
 from pipeline.data.tasks import Source, Task
 from pipeline.distributed.ranks import Ranks
 from pipeline.rollout.rollout import Progress, Rollout, RolloutRequest
-from pipeline.rollout.trajectory import StopReason, Trajectory
+from pipeline.rollout.trajectory import FAILED, Trajectory
 from pipeline.training.grpo import group_advantages, in_baseline, zero_std_groups
 
 
@@ -152,7 +152,7 @@ def no_gain_by_failing(trajectories: Sequence[Trajectory], size: int) -> list[Tr
     """
     changed = list(trajectories)
     for i, t in enumerate(trajectories):
-        if t.stop_reason is StopReason.ENVIRONMENT_ERROR and not t.left_out:
+        if t.stop_reason in FAILED and not t.left_out:
             group = trajectories[i - i % size :][:size]
             least = min(sibling.reward for sibling in group if not sibling.left_out)
             changed[i] = replace(t, reward=min(0.0, least))

@@ -24,7 +24,7 @@ from pipeline.distributed.devices import on_gpu
 from pipeline.distributed.ranks import Ranks
 from pipeline.rollout.rewards import RewardFunctions
 from pipeline.rollout.rollout import Rollout
-from pipeline.rollout.trajectory import CAUSES, LEFT_OUT, StopReason, Trajectory, succeeded
+from pipeline.rollout.trajectory import CAUSES, FAILED, LEFT_OUT, StopReason, Trajectory, succeeded
 from pipeline.training.collect import RolloutBatch, is_left_out
 from pipeline.training.grpo import zero_std_groups
 from pipeline.training.updater import Updater
@@ -38,6 +38,7 @@ ZERO_STD = {
 }
 LEFT = "rollout/left_out/"  # begins metrics that are there if they are not 0
 NEW = "rollout/new_sequences/"  # ... too
+OF_AGENTS = f"rollout/stop/{StopReason.AGENT_ERROR}"  # ... too
 
 
 def rollout_metrics(
@@ -61,7 +62,11 @@ def rollout_metrics(
     means = {name: (next(totals), next(totals)) for name in means}
     domains = config.data.domains
     played = {d: (int(counts.pop(f"played {d}")), int(counts.pop(f"errors {d}"))) for d in domains}
-    metrics = {name: total / number for name, (total, number) in means.items() if number}
+    metrics = {
+        name: total / number
+        for name, (total, number) in means.items()
+        if number and (total or name != OF_AGENTS)
+    }
     rewards = [means[f"reward/{domain}"] for domain in domains]
     if any(number for _, number in rewards):
         sums, numbers = zip(*rewards, strict=True)
@@ -122,7 +127,7 @@ def _sums(
         outcomes = [_outcome(first[i : i + size], threshold) for i in groups if is_zero_std[i]]
         counts |= {
             f"played {domain}": len(all_of),
-            f"errors {domain}": sum(t.stop_reason is failed for t in all_of),
+            f"errors {domain}": sum(t.stop_reason in FAILED for t in all_of),
             **{f"{LEFT}{why}/{domain}": sum(t.left_out == why for t in all_of) for why in LEFT_OUT},
             **{
                 f"{NEW}{c}/{domain}": sum(t.new_sequences.get(c, 0) for t in all_of) for c in CAUSES

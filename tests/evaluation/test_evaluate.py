@@ -13,6 +13,7 @@ from pipeline.common.errors import RunError
 from pipeline.config.settings import Config, RolloutSettings
 from pipeline.distributed.ranks import Ranks
 from pipeline.evaluation.evaluate import (
+    error_counts,
     evaluate,
     failed_trials,
     refuse_failed_trials,
@@ -127,6 +128,17 @@ def test_trials_that_fail_every_time_are_not_scored():
     assert failed_trials(records) == [records[1]]
     with pytest.raises(RuntimeError, match=r"1 of 2 trials at the end ended.*desk/broken"):
         refuse_failed_trials(records, "at the end")
+
+
+def test_errors_of_an_agent_count_as_failures_up_to_the_largest_share_of_errors():
+    fine = EpisodeRecord(domain="desk", task_id="a", reward=1.0)
+    wrong = EpisodeRecord(domain="desk", task_id="b", stop_reason=StopReason.AGENT_ERROR, error="x")
+    records = [fine, *[wrong] * 3]
+    refuse_failed_trials(records, "at the end")
+    assert error_counts(records) == {"desk": [4, 3]}
+    line = stopped(ALONE, error_counts(records), 0.7, records)
+    says(line, "3 of 4 episodes of desk (75 %) ended in errors", "x", "mend")
+    assert stopped(ALONE, error_counts(records), 0.75, records) is None
 
 
 def test_trials_without_any_reward_are_not_scored():
@@ -364,8 +376,8 @@ def test_errors_of_all_that_all_ranks_played_are_counted():
         },
         "stopped": [
             None,
-            "rollout.max_error_rate: 1 of 4 episodes of desk (25 %) ended in environment errors "
+            "rollout.max_error_rate: 1 of 4 episodes of desk (25 %) ended in errors "
             "since the stage began; the commonest error, first of desk/1-desk: KeyError: 'x'; mend "
-            "the environment, or raise the limit",
+            "the environment or the agent, or raise the limit",
         ],
     }

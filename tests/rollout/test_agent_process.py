@@ -177,7 +177,8 @@ def test_a_program_that_fails_is_named_with_the_end_of_what_it_complains(
     end = end.replace("sys.exit('the end')", "print('the end', file=sys.stderr); sys.exit(3)")
     command = python(tmp_path, end, turns)
     (episode,) = play(command, [say("red")])
-    assert (episode.stop_reason, episode.reward) == (StopReason.ENVIRONMENT_ERROR, 0.0)
+    kind = "environment" if left_out else "agent"
+    assert (episode.stop_reason, episode.reward) == (f"{kind}_error", 0.0)
     says(episode.error, f"AgentFailed: {command} ended with {how}")
     assert episode.error.endswith("KeyError: 'x'") or "KeyError" not in end
     assert "\n" not in episode.error and episode.left_out == left_out
