@@ -87,7 +87,6 @@ class Episode:
         self._until: float | None = None  # as the rollout's
         self.environment: Any = None
         self.returned: float | str | None = None  # by a user's loop
-        self._is_agents = False  # whether the code of a loop or agent has failed
         self.in_background = opening_message is not None or tools.may_wait(domain.environment)
         # In the background, episodes would change the global state of each other.
         is_used = tools.uses_random_state(domain.environment) and not self.in_background
@@ -139,7 +138,9 @@ class Episode:
             trajectory.error = str(fault)
             trajectory.left_out = "outage" if fault.outage else self._left_out
             self.shared.faults.add(*self.task.key, fault.call, str(fault))
-        causes = Counter(sequence.begun_by for sequence in trajectory.sequences)
+        causes = Counter(
+            one.begun_by for one in trajectory.sequences if one.num_turns or one.num_sampled_tokens
+        )
         trajectory.new_sequences = {cause: causes[cause] for cause in CAUSES if causes[cause]}
 
     async def _converse(self, conversation: Conversation) -> StopReason:

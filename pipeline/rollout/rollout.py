@@ -227,7 +227,8 @@ class SamplerPolicy:
         try:
             sampled: Sampled = await future
         except asyncio.CancelledError:  # a user's loop was late, or gave the message up
-            self.close(conversation)
+            if self._waiting.get(conversation, future) is future:  # else it asks anew already
+                self.close(conversation)
             raise
         if (until := self._until_stop(sampled, conversation.stop)) is not None:
             size, text = until

@@ -116,6 +116,23 @@ def test_a_history_that_continues_the_last_one_goes_on_with_its_tokens():
     assert [m["role"] for m in episode.messages] == ["user", "assistant"] * 2
 
 
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_an_episode_may_have_more_conversations_than_episodes_are_played_at_once(deterministic):
+    async def loop(policy, task):
+        talk = [user("plan")]
+        talk.append(await policy.message(talk))
+        for text in "abc":
+            await policy.message([user(text)])
+        last = await policy.message([*talk, user("and?")])
+        return float(last["content"] == "five")
+
+    scripts = [[say("one"), say("five")], *([say(text)] for text in ("two", "three", "four"))]
+    settings = {"max_concurrent_episodes": 2, "max_turns": 5, "deterministic": deterministic}
+    (episode,) = play(loop, *scripts, **settings)
+    assert (episode.error, episode.reward, episode.num_turns) == ("", 1.0, 5)
+    assert len(episode.sequences) == 4
+
+
 def test_any_other_history_is_a_new_sequence_of_the_same_episode():
     async def loop(policy, task):
         plan = await policy.message([user("plan")])

@@ -188,14 +188,14 @@ class Server:
             try:
                 kept = address.ask(request, http)
             except (ValueError, EpisodeOver) as error:
-                raise self._refusal(error, address) from None
+                return await reply.fail(self._refusal(error, address))
             made = asyncio.gather(
                 *(asyncio.wrap_future(asked.answer) for asked in kept.asked), return_exceptions=True
             )
             while not (await asyncio.wait({made}, timeout=reply.patience_s))[0]:
                 await reply.wait()
             # What a client had given up may have been taken back while another one came for it.
-            if not kept.is_taken_back or address.policy.is_over:
+            if not kept.is_taken_back or address.policy.is_over or is_gone(http):
                 break
         for result in made.result():
             if isinstance(result, BaseException):

@@ -16,7 +16,7 @@ from pipeline.rollout.trajectory import StopReason
 from tests.rollout.test_agents import Shop, act
 from tests.rollout.test_agents import play as play_in
 from tests.rollout.test_own_loop import LOOK, Held, Sampler, ids_of, play, sampled, user
-from tests.support.helpers import call, say
+from tests.support.helpers import call, chat, say
 
 
 @pytest.fixture(autouse=True)
@@ -242,6 +242,44 @@ def test_a_message_that_a_client_gives_up_is_not_trained_and_its_conversation_go
     assert [ids for one in episode.sequences if (ids := sampled(one))] == [
         ids_of(say("red"), say("yes"))
     ]
+
+
+class Late(Sampler):
+    """Samples the second message only when a conversation with `sure?` is opened."""
+
+    num_sampled, is_asked = 0, False
+
+    def open(self, prompts, keys, num_drawn=()):
+        self.is_asked |= any("sure?" in chat().tokenizer.decode(ids) for ids in prompts)
+        return super().open(prompts, keys, num_drawn)
+
+    def sample(self, handles, *given):
+        self.num_sampled += 1
+        if self.num_sampled == 1 or self.is_asked:
+            return super().sample(handles, *given)
+        time.sleep(0.01)
+        return [None] * len(handles)
+
+
+def test_a_message_that_is_given_up_before_it_is_sampled_makes_room_for_another_one():
+    async def loop(policy, task):
+        talk = [user("colour?")]
+        talk.append(await message(policy, talk))
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(post(policy, messages=[*talk, user("never mind")]), 0.2)
+        await message(policy, [*talk, user("sure?")])
+        await asyncio.sleep(0.2)  # nobody asks again for what was given up
+        await message(policy, [user("other")])
+        return 1.0
+
+    sampler = Late([[say("red"), say("yes")], [say("other")]])
+    (episode,) = play(loop, sampler=sampler)
+    assert (episode.error, episode.num_turns) == ("", 3)
+    assert [ids for one in episode.sequences if (ids := sampled(one))] == [
+        ids_of(say("red"), say("yes")),
+        ids_of(say("other")),
+    ]
+    assert episode.new_sequences == {"new": 1}
 
 
 def test_what_nobody_has_fetched_when_the_episode_ends_is_not_trained():
