@@ -208,7 +208,7 @@ def openai_parse(url: str, key: str) -> str:
     client = OpenAI(base_url=url, api_key=key)
     tool = {"type": "function", "function": {**FUNCTION, "strict": True}}
     tool["function"]["parameters"] = {**PARAMETERS, "additionalProperties": False}
-    messages = [SYSTEM, USER]
+    messages: list[Any] = [{"role": "system", "content": "desk that writes JSON"}, USER]
     while True:
         try:
             reply = client.chat.completions.parse(

@@ -164,6 +164,8 @@ class Server:
     async def _read(self, http: web.Request, dialect: Dialect) -> Request:
         try:
             request = dialect.read(parse_json(await http.text()))
+        except ConnectionError:
+            raise Refusal(400, "the client has gone before its whole request was read") from None
         except web.HTTPRequestEntityTooLarge:
             raise Refusal(413, f"the body has more than {MAX_BODY >> 20} MiB") from None
         except (ValueError, TypeError, KeyError, AttributeError) as error:

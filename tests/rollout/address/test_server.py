@@ -487,3 +487,18 @@ def test_a_program_calls_tools_and_asks_the_customer_over_http():
     assert (served.error, served.reward) == ("", 0.5)
     assert served.ids == direct.ids and served.messages == direct.messages
     assert served.record() == direct.record()
+
+
+def test_a_client_that_goes_while_it_sends_its_request_is_no_fault_of_the_server(caplog):
+    async def loop(policy, task):
+        host, port = policy.base_url.split("/")[2].split(":")
+        path = policy.base_url.partition(port)[2] + "/chat/completions"
+        with socket.create_connection((host, int(port))) as half:
+            half.sendall(f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: 99\r\n\r\n{{".encode())
+            await asyncio.sleep(0.2)
+        await asyncio.sleep(0.2)
+        return float((await message(policy, [user("colour?")]))["content"] == "blue")
+
+    (episode,) = play(loop, [say("blue")])
+    assert (episode.reward, episode.num_turns, episode.error) == (1.0, 1, "")
+    assert [record.message for record in caplog.records if record.levelname == "ERROR"] == []
