@@ -553,6 +553,8 @@ def global_client(url: str, key: str) -> str:
 # All of them in one domain
 
 importing = Lock()
+# What libraries raise for mistakes of a model, such as a call of a tool that there is not.
+MISTAKES = ("ModelBehaviorError", "MaxTurnsExceeded", "UnexpectedModelBehavior")
 
 
 @cache
@@ -582,5 +584,10 @@ def play(policy: Any, task: Any) -> float:
     with importing:  # threads that import the same packages at once may find them half made
         import_packages()
     agent = AGENTS[task.id.partition("/")[0]]
-    answer = agent.play(policy.base_url, policy.api_key)
-    return reward_of(asyncio.run(answer) if inspect.iscoroutine(answer) else answer)
+    try:
+        answer = agent.play(policy.base_url, policy.api_key)
+        return reward_of(asyncio.run(answer) if inspect.iscoroutine(answer) else answer)
+    except Exception as error:
+        if type(error).__name__ not in MISTAKES:
+            raise
+        return 0.0

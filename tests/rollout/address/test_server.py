@@ -494,7 +494,8 @@ def test_a_client_that_goes_while_it_sends_its_request_is_no_fault_of_the_server
         host, port = policy.base_url.split("/")[2].split(":")
         path = policy.base_url.partition(port)[2] + "/chat/completions"
         with socket.create_connection((host, int(port))) as half:
-            half.sendall(f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: 99\r\n\r\n{{".encode())
+            head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: 99\r\n\r\n"
+            half.sendall(f"{head}{{".encode())
             await asyncio.sleep(0.2)
         await asyncio.sleep(0.2)
         return float((await message(policy, [user("colour?")]))["content"] == "blue")
