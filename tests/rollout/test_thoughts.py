@@ -10,13 +10,20 @@ import threading
 from collections import defaultdict
 
 import pytest
+import torch
 
 from pipeline.checkpoints.transcripts import save_transcripts
 from pipeline.config.settings import RolloutSettings
 from pipeline.environments import Domain
 from pipeline.environments.discovery import tool_schemas
-from pipeline.rollout.rollout import RolloutRequest
-from pipeline.rollout.trajectory import Sampled
+from pipeline.models.chat.text import Parsed
+from pipeline.models.tiny import tiny_model
+from pipeline.rollout.rollout import RolloutRequest, SamplerPolicy
+from pipeline.rollout.samplers.drawing import num_common
+from pipeline.rollout.samplers.generate import GenerateSampler
+from pipeline.rollout.samplers.own import RowSampler
+from pipeline.rollout.trajectory import Said, Sampled
+from pipeline.training.micro_batches import make_micro_batches
 from tests.models.chat.test_tokens import shipped
 from tests.support.helpers import Desk, ScriptedSampler, call, make_task, rollout_of, say
 
@@ -347,3 +354,49 @@ def test_with_thinking_off_a_conversation_is_one_sequence_as_before():
     episode, _ = play(made, said)
     assert (episode.further, episode.num_turns) == ([], 6)
     assert not any("reasoning_content" in message for message in episode.messages)
+
+
+# With a model
+
+
+class Thinking(SamplerPolicy):
+    """Reads half of whatever was sampled as a thought, and the rest as the message."""
+
+    def _said(self, sampled, conversation):
+        half = len(sampled.ids) // 2
+        thoughts, text = (
+            self.chat.tokenizer.decode(ids) for ids in (sampled.ids[:half], sampled.ids[half:])
+        )
+        return Said(parsed=Parsed(content=text, thoughts=thoughts))
+
+
+@pytest.mark.parametrize("kind", [RowSampler, GenerateSampler])
+@pytest.mark.parametrize("greedy", [False, True])
+def test_log_probabilities_are_those_of_the_sequence_that_is_trained(kind, greedy):
+    made = shipped("qwen3")
+    limits = LIMITS.model_copy(update={"max_tokens_per_turn": 12, "max_tokens": 4000})
+    sampler = kind(tiny_model(made.tokenizer, 1), made.end_of_turn_id, 1.0, torch.float32)
+    rollout = rollout_of(sampler, made, {"desk": Talking}, limits)
+    rollout.policy = Thinking(sampler, made, limits)
+    requests = [RolloutRequest(task=make_task(prompt=ASKED), trial=n, key=40 + n) for n in range(3)]
+    for episode in rollout(requests, greedy=greedy):
+        assert episode.new_sequences == {"thoughts": 2}
+        for sequence, history in zip(episode.sequences, histories(episode), strict=True):
+            assert sequence.prompt_ids == made.prompt_ids(history, TOOLS)
+            logprobs = sampler.logprobs(sequence.ids)[len(sequence.prompt_ids) - 1 :]
+            assert sequence.logprobs == pytest.approx(logprobs.tolist(), abs=1e-4)
+        if not greedy:  # the numbers go on: equal ones would often give equal tokens
+            assert len({tuple(one.completion_ids) for one in episode.sequences}) == 3
+
+
+def test_an_update_computes_the_common_beginning_once():
+    episode, _ = play(shipped("qwen3"))
+    rows = [(one, 1.0, 1.0) for one in episode.sequences]
+    (batch,) = make_micro_batches(rows, 10_000, 0, share_prefixes=True)
+    first, second, third = episode.sequences
+    shared = [num_common(first.ids, second.ids), num_common(second.ids, third.ids)]
+    assert shared == [len(first.prompt_ids), len(second.prompt_ids)]  # up to a thought
+    assert batch.num_tokens == sum(one.num_tokens for one in episode.sequences) - sum(shared)
+    assert sorted(batch.targets.tolist()) == sorted(
+        token for one in episode.sequences for token, _ in sampled_of(one)
+    )
