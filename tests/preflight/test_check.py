@@ -89,7 +89,6 @@ def test_an_environment_that_the_run_does_not_serve_is_told(capsys):
     data = {"environments": {"bank": "my_pkg.bank:Bank"}, "domains": ["airline", "retail"]}
     check_and_prepare(config(data=data), ALONE)
     assert capsys.readouterr().out == (
-        "note: chat template: append-only, so a conversation is one sequence of tokens\n"
         "warning: environments: bank is not used; add bank to domains airline,retail\n"
     )
 

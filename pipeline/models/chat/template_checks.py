@@ -76,6 +76,7 @@ _REPLIES: list[list[Message]] = [
     [{**RESULT, "content": _text(0)}],
     [{**RESULT, "content": _text(number)} for number in range(2)],
 ]
+APPEND_ONLY = "chat template: append-only, so a conversation is one sequence of tokens"
 _THOUGHT = "probe_thought"
 _ANSWERED = "probe_answer"
 
@@ -256,18 +257,17 @@ def loses_thought(render: Render, messages: Sequence[Message], first: int, **opt
 def history_note(render: Render, opening: str, forgets: bool) -> str:
     """Return a line on what later prompts keep of earlier messages."""
     is_kept = render([ASKED, _say(_ANSWERED), ASKED]).startswith(opening)
-    note = "append-only, so a conversation is one sequence of tokens"
     if forgets:
-        note = (
-            "it drops thoughts of earlier turns, as a server will; where it does, the "
-            "conversation goes on as the template renders it, in a new sequence of the episode"
+        return (
+            "chat template: it drops thoughts of earlier turns, as a server will; where it does, "
+            "the conversation goes on as the template renders it, in a new sequence of the episode"
         )
-    elif not is_kept:
-        note = (
-            "what it writes before an answer is left out of earlier turns; a server will leave it "
-            "out, while training keeps it"
+    if not is_kept:
+        return (
+            "chat template: what it writes before an answer is left out of earlier turns; a server "
+            "will leave it out, while training keeps it"
         )
-    return f"chat template: {note}"
+    return APPEND_ONLY
 
 
 def warn_once(text: str) -> None:
