@@ -10,6 +10,8 @@ and Gemma 3 270M base (Gemma's own terms). `three-domain-grpo convert` makes a f
 - loop: the same, played by `examples/plan_and_act.py`, which plans in one conversation and acts in
   another;
 - desk: the recipe `smollm2_desk`, and its last checkpoint on the same tasks without the rules;
+- agent: the recipe `smollm2_orders`, played by `examples/openai_agent.py`, whose client of OpenAI's
+  asks the policy over HTTP (needs `pip install openai`);
 - line: both models with the flags of the README's line for a dataset, and nothing else; a model
   that talks is judged by its last number, a base model that continues the text by its first word.
 
@@ -69,7 +71,7 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parts = {"sums": sums, "loop": loop, "desk": desk, "line": line}
+    parts = {"sums": sums, "loop": loop, "desk": desk, "agent": agent, "line": line}
     parser.add_argument("--parts", nargs="+", choices=parts, default=list(parts))
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--num-gpus", type=int, default=2, help="ranks of each run")
@@ -198,6 +200,24 @@ def without_rules(run: Path, options: Any) -> float:
         command += ["--eval-tasks", f"{{desk: {file.resolve()}}}", "--output-dir", str(folder)]
         subprocess.run(command, check=True, cwd=ROOT)
     return float(results_of(folder)["evaluations"][-1]["success"]["desk"]["mean"])
+
+
+def agent(options: Any) -> Iterator[Row]:
+    model = str(model_of("smollm2", options.cache))
+    flags = ["--config", "smollm2_orders", "--model", model]
+    flags += ["--agents", "{orders: examples.openai_agent:play}", "--seed"]
+    runs = [
+        trained(options.output_dir / f"agent-{seed}", [*flags, str(seed)], options)
+        for seed in options.seeds
+    ]
+    for seed, run in zip(options.seeds, runs, strict=True):
+        yield Row(
+            f"an agent in OpenAI's SDK, seed {seed}: sampled held-out success, gain [95 %]",
+            "lower end of the gain > 0",
+            with_interval(run),
+            least(run) > 0,
+        )
+    yield slowest("agent", runs, 600)
 
 
 def line(options: Any) -> Iterator[Row]:
