@@ -60,6 +60,8 @@ def run_folder(tmp_path_factory):
     evil = [episode("retail", EVIL, trial, 0.0, error=EVIL) for trial in range(2)]
     for row in evil:
         row["messages"][3]["content"] = EVIL
+        for message in row["messages"]:
+            message |= {"reasoning_content": EVIL} if message["role"] == "assistant" else {}
         row["reward_breakdown"] = {EVIL: 0.0}
         row["difference"] = {EVIL: [EVIL, EVIL]}
     write_step(folder, "telecom", 21, evil)
@@ -133,6 +135,9 @@ def test_what_a_model_wrote_is_text_and_never_runs(run_folder, browser):
     assert page.script("return window.stolen") is None
     for mode in ("logprob", "plain"):
         page.colour_by(mode)
+    page.wait(lambda: page.texts("article .message .facts"))
+    assert all(text.startswith("thoughts: ") for text in page.texts("article .message .facts"))
+    assert page.script("return document.querySelectorAll('#group img, #group script').length") == 0
     assert page.script("return window.stolen") is None
     assert page.complaints() == []
 

@@ -162,12 +162,21 @@ def test_the_environment_gets_no_thoughts():
     heard = []
 
     class Watched(Talking):
+        schemas = TOOLS
+
+        def call(self, name, arguments):  # so that the environment gets the whole conversation
+            return "seen"
+
         def get_reward(self):
-            heard.extend([*self.user.heard, self.final_message])
+            heard.extend([*self.user.heard, self.final_message, *self.messages])
             return 1.0
 
-    episode, _ = play(shipped("qwen3"), domain=Watched)
-    assert heard == ["A lamp.", "A cup.", "Done.", "Done."]
+    episode, sampler = play(shipped("qwen3"), domain=Watched)
+    texts = heard[:4]
+    assert texts == ["A lamp.", "A cup.", "Done.", "Done."]
+    assert [m["role"] for m in heard[4:]] == [m["role"] for m in episode.messages]
+    assert not any("reasoning_content" in message for message in heard[4:])
+    assert_as_served(shipped("qwen3"), episode, sampler)
     assert (episode.reward, episode.stop_reason) == (1.0, "completed")
 
 
