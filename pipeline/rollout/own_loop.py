@@ -169,8 +169,7 @@ class LoopPolicy:
         asked = Asked(**request)
         if problem := messages_problem(asked.messages) or schemas_problem(asked.tools):
             raise ValueError(problem)
-        if self.is_over or self.end is not None:  # this is no message that the loop waits for
-            raise EpisodeOver(self.end or StopReason.COMPLETED)
+        self._refuse_more()  # at once, as the rollout's thread may sample for long
         asked.messages = [
             {key: message[key] for key in KEYS if key in message} for message in asked.messages
         ]
@@ -208,6 +207,7 @@ class LoopPolicy:
     def _give(self, asked: Asked, task: asyncio.Task[Answer]) -> None:
         """Give the loop what was made."""
         self._num_said += 1
+        self._since = time.monotonic()
         if task.cancelled():
             asked.answer.cancel()
         elif not asked.answer.set_running_or_notify_cancel():
@@ -215,7 +215,6 @@ class LoopPolicy:
         elif (error := task.exception()) is not None:
             asked.answer.set_exception(error)
         else:
-            self._since = time.monotonic()
             asked.answer.set_result(task.result())
 
     def _take_back(self, asked: Asked) -> None:
@@ -228,11 +227,15 @@ class LoopPolicy:
             asked.undo = None
             self._first.num_malformed_calls -= asked.is_malformed
 
-    async def _next(self, asked: Asked) -> Answer:
+    def _refuse_more(self) -> None:
+        """Raise EpisodeOver if no further message is allowed."""
         if self.end is None and self._num_messages >= self._limits.max_turns:
             self.end = StopReason.MAX_TURNS
         if self.is_over or self.end is not None:
             raise EpisodeOver(self.end or StopReason.COMPLETED)
+
+    async def _next(self, asked: Asked) -> Answer:
+        self._refuse_more()
         self._num_messages += 1
         conversation = self._conversation_of(asked)
         conversation.max_tokens, conversation.stop = asked.max_tokens, asked.stop
@@ -435,7 +438,9 @@ def is_refusal(error: BaseException | None) -> bool:
         return any(map(is_refusal, error.exceptions))
     of = (error, getattr(error, "response", None))
     statuses = [getattr(x, n, None) for x in of for n in ("status_code", "status", "code")]
-    is_told = any(status in REFUSED for status in statuses) or any(c in str(error) for c in ENDS)
+    is_told = any(status in REFUSED + ENDS for status in statuses) or any(
+        c in str(error) for c in ENDS
+    )
     return is_told or is_refusal(error.__cause__ or error.__context__)
 
 

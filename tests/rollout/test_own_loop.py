@@ -427,6 +427,25 @@ def test_a_message_that_is_open_when_the_loop_ends_is_not_trained(ending):
     assert ("no stock" in episode.error) == (ending != "return")
 
 
+def test_the_time_of_a_message_that_is_given_up_is_not_the_loops():
+    class Never(Sampler):
+        def sample(self, handles, *given):
+            time.sleep(0.01)
+            return [None] * len(handles)
+
+    async def loop(policy, task):
+        message = asyncio.ensure_future(policy.message([user("more")]))
+        await asyncio.sleep(0.1)
+        begun = time.monotonic()
+        message.cancel()
+        while not (busy_s := policy.busy_s):
+            await asyncio.sleep(0.01)
+        return float(busy_s <= time.monotonic() - begun)
+
+    (episode,) = play(loop, sampler=Never([[]]))
+    assert (episode.error, episode.reward) == ("", 1.0)
+
+
 def test_a_loop_that_gives_every_message_up_comes_to_max_turns():
     async def loop(policy, task, goes_on):
         goes_on.set()

@@ -138,7 +138,8 @@ def events(answers: Sequence[Answer], request: Request) -> Iterator[Event]:
             yield chunk(index, {"tool_calls": [{"index": number, "function": rest}]})
         more = {"token_ids": choice["token_ids"]} if "token_ids" in choice else {}
         yield chunk(index, {}, choice["finish_reason"], **more)
-    if (request.body.get("stream_options") or {}).get("include_usage"):
+    options = request.body.get("stream_options")
+    if isinstance(options, dict) and options.get("include_usage"):
         yield "", {**head, "choices": [], "usage": _usage(answers)}
     yield "", "[DONE]"
 

@@ -52,7 +52,7 @@ class Request:
     @property
     def key(self) -> str:
         """What is equal for a request that is sent again."""
-        return json.dumps([self.messages, self.tools, self.n, self.max_tokens, self.stop])
+        return json.dumps([self.n, self.asked()])
 
     def asked(self) -> Body:
         """Return the arguments of `Asked`."""
@@ -82,7 +82,8 @@ def text_of(content: Any, kinds: Sequence[str] = ("text", "refusal")) -> str:
     """Return the text of a content, which may have parts. Raises Refusal for an image."""
     if content is None or isinstance(content, str):
         return content or ""
-    parts = [{"type": kinds[0], "text": p} if isinstance(p, str) else p for p in content]
+    parts = [content] if isinstance(content, dict) else content
+    parts = [{"type": kinds[0], "text": p} if isinstance(p, str) else p for p in parts]
     if other := next((part for part in parts if part["type"] not in kinds), None):
         kind = shown(other["type"])
         raise Refusal(400, f"got a part of the type {kind}, but the policy reads text alone")

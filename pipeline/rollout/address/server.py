@@ -144,9 +144,14 @@ class Server:
         async def handle(http: web.Request) -> web.StreamResponse:
             try:
                 return await handler(http, dialect)
-            except Refusal as refusal:
-                body = dialect.error(refusal.status, str(refusal), refusal.code)
-                return web.json_response(body, status=refusal.status, headers=NO_RETRY)
+            except Refusal as error:
+                refusal = error
+            except web.HTTPRequestEntityTooLarge:
+                refusal = Refusal(413, f"the body has more than {MAX_BODY >> 20} MiB")
+            except Exception as error:  # of a body that is not of the API
+                refusal = Refusal(400, f"the body is not of the API: {reason_of(error)}")
+            body = dialect.error(refusal.status, one_line(str(refusal)), refusal.code)
+            return web.json_response(body, status=refusal.status, headers=NO_RETRY)
 
         return handle
 
@@ -162,15 +167,7 @@ class Server:
         raise Refusal(401, "no episode has this key; give policy.api_key", "invalid_api_key")
 
     async def _read(self, http: web.Request, dialect: Dialect) -> Request:
-        try:
-            request = dialect.read(parse_json(await http.text()))
-        except ConnectionError:
-            raise Refusal(400, "the client has gone before its whole request was read") from None
-        except web.HTTPRequestEntityTooLarge:
-            raise Refusal(413, f"the body has more than {MAX_BODY >> 20} MiB") from None
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
-            why = f"the body is not of the API: {one_line(reason_of(error))}"
-            raise Refusal(400, why) from None
+        request = dialect.read(parse_json(await http.text()))
         if request.ignored and not self._has_warned:
             self._has_warned = True
             if os.environ.get("RANK", "0") == "0":
@@ -238,7 +235,7 @@ class Server:
                 said = await address.policy.reply(str(parse_json(body)["content"]))
                 return web.json_response({"content": said})
             return web.json_response(await address.policy.call(http.match_info["name"], body))
-        except (ValueError, TypeError, KeyError, EpisodeOver) as error:
+        except (ValueError, EpisodeOver) as error:
             raise self._refusal(error, address) from None
 
     async def _models(self, http: web.Request, dialect: Dialect) -> web.StreamResponse:

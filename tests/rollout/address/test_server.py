@@ -12,6 +12,7 @@ import httpx
 import pytest
 
 from pipeline.rollout.address import server
+from pipeline.rollout.own_loop import is_refusal
 from pipeline.rollout.trajectory import StopReason
 from tests.rollout.test_agents import Shop, act
 from tests.rollout.test_agents import play as play_in
@@ -324,6 +325,41 @@ def test_an_agent_that_asks_for_ever_ends_with_reward_0_and_no_error():
         assert episode.stop_reason is StopReason.MAX_TURNS
 
 
+def test_a_message_too_many_is_refused_while_others_are_sampled():
+    async def loop(policy, goes_on):
+        await message(policy, [user("one")])
+        second = asyncio.ensure_future(message(policy, [user("two")]))
+        await asyncio.sleep(0.3)
+        reply = await post(policy, messages=[user("three")])
+        goes_on()
+        await second
+        return float(reply.status_code == 400)
+
+    episode = play_held(loop, [say("a")], [say("b")], held=2, max_turns=2)
+    assert (episode.error, episode.reward, episode.num_turns) == ("", 1.0, 2)
+
+
+def test_a_refusal_in_a_stream_is_known_by_its_code():
+    class APIError(Exception):
+        code = "context_length_exceeded"
+
+    assert is_refusal(APIError("no room")) and not is_refusal(APIError.mro()[1]("no room"))
+
+
+def test_an_equal_request_that_wants_more_of_its_answer_is_another_one():
+    async def loop(policy, goes_on):
+        body = {"messages": [user("colour?")]}
+        with pytest.raises(httpx.ReadTimeout):
+            await post(policy, timeout=0.02, **body)
+        goes_on()
+        await asyncio.sleep(0.2)
+        reply = await post(policy, logprobs=True, stream=True, stream_options=7, **body)
+        return float(reply.status_code == 200 and "blue" in reply.text)
+
+    episode = play_held(loop, [say("red"), say("blue")])
+    assert (episode.error, episode.reward, episode.num_turns) == ("", 1.0, 1)
+
+
 def test_a_conversation_without_room_is_refused_and_may_be_told_shorter():
     async def loop(policy, task):
         reply = await post(policy, messages=[user("x " * 900)])
@@ -359,6 +395,7 @@ BAD = [
     ({"messages": [user("hi")], "tools": [{"type": "web_search"}]}, "function"),
     ({"messages": [user("hi")], "tools": [{"type": "function"}]}, "name"),
     ({"messages": [user("hi")], "functions": [1]}, "tools"),
+    ({"messages": [user({"text": "hi"})]}, "type"),
     ({"messages": [user("\ud800")]}, "surrogate"),
 ]
 
@@ -371,7 +408,15 @@ def test_what_cannot_be_served_is_refused_in_one_line():
             assert (reply.status_code, "\n" in why) == (400, False), body
             assert word in why, why
             assert reply.headers["x-should-retry"] == "false"
+        counted = await post(policy, "/messages/count_tokens", messages=[{"content": "hi"}])
+        assert (counted.status_code, "role" in counted.text) == (400, True)
         async with httpx.AsyncClient() as client:
+            for path in ("/reply", "/tools/look", "/messages"):
+                for bad in ({}, {"Content-Encoding": "gzip"}):
+                    url = policy.base_url + path
+                    reply = await client.post(url, content=b"\xff", headers=bad)
+                    assert (reply.status_code, reply.headers["x-should-retry"]) == (400, "false")
+                    assert reply.json()["error"]["message"]
             broken = await client.post(policy.base_url + "/chat/completions", content=b"{")
             nowhere = await client.post(policy.base_url + "/embeddings", json={})
             large = b" " * (server.MAX_BODY + 1)
