@@ -9,6 +9,7 @@ import json
 import threading
 from collections import defaultdict
 
+import httpx
 import pytest
 import torch
 
@@ -84,10 +85,10 @@ def thinking(message, thought):
     return {**message, "reasoning_content": thought}
 
 
-def rendered(made, history):
+def rendered(made, history, tools=TOOLS):
     """What a server computes as the ids of a prompt."""
     ids = made.tokenizer.apply_chat_template(
-        history, tools=TOOLS, add_generation_prompt=True, return_dict=False, **made._kwargs
+        history, tools=tools, add_generation_prompt=True, return_dict=False, **made._kwargs
     )
     return list(ids)
 
@@ -311,6 +312,57 @@ def test_a_loop_gives_up_the_message_that_begins_a_sequence_and_asks_again(gives
     texts = [text_of(made, said[n]) + made.end_of_turn for n in (0, -2, -1)]
     sampled = [[token for token, _ in sampled_of(one)] for one in episode.sequences]
     assert sampled == [made._encode(text) for text in texts]
+
+
+@pytest.mark.parametrize("kept", [("role", "content", "tool_calls"), None])
+def test_an_agent_at_the_address_sees_what_a_server_renders(kept):
+    """Also one whose client sends no thoughts back; three turns of the user, with calls."""
+    made = shipped("qwen3")
+    prompts, answers = [], []
+
+    async def loop(policy, task):
+        talk = [dict(message) for message in ASKED]
+        asked = ["and a cup?", "and a pen?"]
+        headers = {"Authorization": f"Bearer {policy.api_key}"}
+        async with httpx.AsyncClient(timeout=30, headers=headers) as client:
+            while talk[-1]["role"] != "assistant":
+                body = {"messages": talk, "tools": TOOLS, "return_token_ids": True}
+                reply = await client.post(f"{policy.base_url}/chat/completions", json=body)
+                prompts.append(reply.json()["prompt_token_ids"])
+                answer = reply.json()["choices"][0]["message"]
+                answers.append(answer)
+                talk.append({k: v for k, v in answer.items() if kept is None or k in kept})
+                for one in answer.get("tool_calls") or ():
+                    talk.append({"role": "tool", "tool_call_id": one["id"], "content": "seen"})
+                if talk[-1]["role"] == "assistant" and asked:
+                    talk.append({"role": "user", "content": asked.pop(0)})
+        return 1.0
+
+    episode, _ = play(made, domain=Domain(name="desk", loop=loop))
+    assert (episode.error, episode.num_turns) == ("", 6)
+    assert episode.new_sequences == {"thoughts": 2}
+    assert prompts == [rendered(made, history) for history in histories(episode)]
+    assert [m["reasoning_content"] for m in answers] == [m["reasoning_content"] for m in SAID]
+
+
+def test_a_thought_in_a_text_without_tools_is_dropped_as_well():
+    """A loop without tools gets messages as they were written."""
+    made = shipped("qwen3")
+    said = [thinking(say(text), f"{text}?") for text in ("one", "two")]
+
+    async def loop(policy, task):
+        talk = [{"role": "user", "content": "hello"}]
+        answer = await policy.message(talk)
+        assert answer["content"] == "<think>\none?\n</think>\n\none"
+        talk += [say("one"), {"role": "user", "content": "and?"}]
+        await policy.message(talk)
+        return 1.0
+
+    sampler = Sampler(made, *(text_of(made, message) for message in said))
+    episode, _ = play(made, domain=Domain(name="desk", loop=loop), sampler=sampler)
+    assert (episode.error, episode.new_sequences) == ("", {"thoughts": 1})
+    history = [{"role": "user", "content": "hello"}, said[0], {"role": "user", "content": "and?"}]
+    assert episode.sequences[1].prompt_ids == rendered(made, history, tools=None)
 
 
 def test_another_conversation_stands_behind_the_sequences_of_the_first_one(tmp_path):
