@@ -13,7 +13,7 @@ import selectors
 import shlex
 import signal
 from collections.abc import Sequence
-from contextlib import closing, suppress
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from shutil import which
@@ -29,7 +29,7 @@ MAX_PRINTED = 1 << 20  # bytes of a completion
 KEPT_ERRORS = 4096  # bytes of the end of the standard error
 SHOWN_ERRORS = 300  # characters of it in a message
 TICK_S = 0.2  # until it is noticed that a process has ended whose children keep its pipes open
-# The guard reads until its pipe is closed, which the kernel does at the latest.
+# The guard reads a line, or until the kernel closes its pipe, as this process has ended.
 GUARD = ("/bin/sh", "-c", "read _; kill -KILL 0")
 SCRIPTS = (".py", ".js", ".mjs", ".ts", ".sh", ".rb")  # endings of files that a program runs
 
@@ -56,26 +56,26 @@ class AgentProcess:
         try:
             return await asyncio.to_thread(self._run, guard, policy, task)
         finally:
-            guard.stdin.close()  # a thread cannot be interrupted
+            _end(guard)  # a thread cannot be interrupted
 
     def _run(self, guard: Any, policy: Any, task: Task) -> Any:
         row = task.row() | ({"tools": policy.tools} if policy.tools else {})
         with guard, TemporaryFile() as given:  # a pipe may be full
             given.write(json.dumps(row).encode() + b"\n")
             given.seek(0)
-            with (
-                Popen(
-                    self._words,
-                    stdin=given,
-                    stdout=PIPE,
-                    stderr=PIPE,
-                    env=os.environ | variables_of(policy),
-                    process_group=guard.pid,
-                ) as process,
-                closing(guard.stdin),  # first of all, so that nothing waits for a process
-            ):
-                printed = self._read(process)
-                code = process.wait()
+            with Popen(
+                self._words,
+                stdin=given,
+                stdout=PIPE,
+                stderr=PIPE,
+                env=os.environ | variables_of(policy),
+                process_group=guard.pid,
+            ) as process:
+                try:
+                    printed = self._read(process)
+                    code = process.wait()
+                finally:
+                    _end(guard)  # else it would be waited for here
         if code:
             ended = f"exit code {code}"
             if code < 0:
@@ -121,6 +121,13 @@ class AgentProcess:
             f"{self.__name__} printed {shown(last)} last, and nothing else scores; print "
             '{"reward": 1.0} as the last line, or give reward_funcs'
         )
+
+
+def _end(guard: Any) -> None:
+    """Let a guard end its group. It reads a line, as a fork of this process may have the pipe."""
+    with suppress(OSError, ValueError):  # it has ended
+        guard.stdin.write(b"\n")
+        guard.stdin.close()
 
 
 def variables_of(policy: Any) -> dict[str, str]:

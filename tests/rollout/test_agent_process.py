@@ -24,7 +24,7 @@ from tests.rollout.test_agents import OF_ALL_KINDS, Shop, act
 from tests.rollout.test_agents import play as in_shop
 from tests.rollout.test_own_loop import LIMITS, SHORT_S, Sampler, sampled
 from tests.support import ROOT
-from tests.support.helpers import chat, make_task, say, tokenizer
+from tests.support.helpers import call, chat, make_task, say, tokenizer
 from tests.support.messages import refusal, says
 
 pytestmark = pytest.mark.usefixtures("no_stray_processes")
@@ -201,6 +201,36 @@ def test_a_child_that_stays_ends_with_the_episode():
     command = shlex.join(["bash", "-c", """sleep 600 & echo '{"reward": 1}'"""])
     (episode,) = play(command)  # the child has the program's standard output
     assert (episode.reward, episode.error) == (1.0, "")
+
+
+def test_a_fork_of_this_process_does_not_keep_a_program(tmp_path):
+    forks = []
+
+    def fork(key):
+        started = [p for p in psutil.Process().children() if p.name() == "bash"]
+        if started and not forks:
+            forks.append(os.fork())
+            if forks[0] == 0:
+                time.sleep(600)
+                os._exit(0)
+            (tmp_path / "forked").touch()
+
+    waits = f"until [ -e {tmp_path}/forked ]; do sleep 0.1; done"
+    loop = agent_process("agents", f"bash -c {shlex.quote(waits)}", prints_reward=True)
+    policy = SamplerPolicy(Sampler([]), chat(), LIMITS)
+    domains = {"desk": Domain(name="desk", loop=loop)}
+    rollout = Rollout(policy, chat(), domains, LIMITS, on_progress=fork)
+    (episode,) = rollout([RolloutRequest(task=make_task(), trial=0, key=0)])
+    os.kill(forks[0], signal.SIGKILL)
+    os.waitpid(forks[0], 0)
+    says(episode.error, "printed '' last")  # and it has not come to its deadline
+
+
+def test_a_program_that_goes_on_after_the_end_and_dies_is_scored():
+    loop = agent_process("agents", DESK_PROGRAM, prints_reward=False)
+    episode = in_shop(loop, Shop, call("buy", item="lamp"), call_timeout=60)
+    assert (episode.reward, episode.error) == (1.5, "")
+    assert (episode.stop_reason, episode.num_turns) == (StopReason.COMPLETED, 1)
 
 
 def test_a_rollout_that_is_stopped_ends_its_programs():
