@@ -495,7 +495,9 @@ async def play(
             policy.is_over = True
     except Exception as error:
         has_died = isinstance(error, AgentFailed) and policy.end is not None
-        if policy.refused is not None and (has_died or is_refusal(error)):
+        # After signs of life, a refusal breaks the connection.
+        is_refused = has_died or is_refusal(error) or wait_of(error) is not None
+        if policy.refused is not None and is_refused:
             policy.end = policy.refused
             return 0.0 if scored_by == "loop" else None
         cause = first_of(error)

@@ -548,3 +548,17 @@ def test_a_client_that_goes_while_it_sends_its_request_is_no_fault_of_the_server
     (episode,) = play(loop, [say("blue")])
     assert (episode.reward, episode.num_turns, episode.error) == (1.0, 1, "")
     assert [record.message for record in caplog.records if record.levelname == "ERROR"] == []
+
+
+def test_a_refusal_that_comes_after_signs_of_life_is_no_lost_connection():
+    async def loop(policy, goes_on):
+        talk = [user("colour?")]
+        talk.append(await message(policy, talk))
+        first = asyncio.ensure_future(post(policy, messages=[*talk, user("sure?")]))
+        await asyncio.sleep(0.1)
+        asyncio.get_running_loop().call_later(0.3, goes_on)
+        await post(policy, messages=[user("x " * 900)])  # waits for the rollout's thread
+        await first
+
+    episode = play_held(loop, [say("red"), say("yes")], held=2)
+    assert (episode.error, episode.left_out, episode.reward) == ("", "", 0.0)
