@@ -264,7 +264,7 @@ def named_template(name: str, tokenizer: Any) -> str:
 def needs_of(domains: Collection[Domain]) -> Needs:
     """Return what conversations in these domains need of a chat template."""
     return Needs(
-        tools=any(domain.tools for domain in domains),
+        tools=any(domain.tools or domain.loop for domain in domains),  # a loop's are its own
         # A user's environment may make a `user` who answers in any method.
         replies=any(not domain.is_single_turn for domain in domains),
     )

@@ -13,10 +13,12 @@ from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer
 
 from pipeline.common import children
+from pipeline.config.settings import ModelSettings
+from pipeline.environments import Domain
 from pipeline.environments.discovery import tool_schemas
 from pipeline.environments.experts import run_expert
 from pipeline.models.chat.fitting import Needs, clock_of, held_clock, without_clock
-from pipeline.models.chat.template import Chat
+from pipeline.models.chat.template import Chat, load_chat
 from pipeline.models.chat.text import Parsed, parse_hermes
 from pipeline.models.tiny import CHAT_TEMPLATE, tiny_tokenizer
 from tests.support.helpers import (
@@ -379,6 +381,23 @@ def test_a_template_without_a_system_message_puts_it_before_the_request():
     assert made.tokenizer.decode(made.prompt_ids(ASKED, [])) == (
         "<|im_start|>user\nairline\n\ncancel K07<|im_end|><|im_start|>assistant\n"
     )
+
+
+def test_the_tools_that_an_agent_brings_reach_a_model_whose_template_has_none():
+    template = (
+        "{%- for message in messages -%}<|im_start|>{{ message.role }}\n{{ message.content }}"
+        "<|im_end|>{%- endfor -%}"
+        "{%- if add_generation_prompt -%}<|im_start|>assistant\n{%- endif -%}"
+    )
+    domains = Domain(name="desk", loop=len), Domain(name="desk")
+    with_agent, without = (
+        load_chat(ModelSettings(), other_tokenizer(template), {"desk": domain})
+        for domain in domains
+    )
+    name = TOOLS[0]["function"]["name"]
+    for made, is_shown in ((with_agent, True), (without, False)):
+        assert (name in made.tokenizer.decode(made.prompt_ids(ASKED, TOOLS))) == is_shown
+    assert with_agent.prompt_ids(ASKED, []) == without.prompt_ids(ASKED, [])
 
 
 def test_a_template_is_named_or_a_file(tmp_path):
