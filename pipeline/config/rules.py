@@ -413,6 +413,11 @@ WITHOUT_EFFECT = (
         "has no effect without tau2",
     ),
     Row(
+        "max_agents",
+        lambda c: c.rollout.max_agents is not None and not c.data.agents,
+        "has no effect without agents",
+    ),
+    Row(
         "reshard_after_forward",
         lambda c: c.grpo.shard != "full" and not c.grpo.reshard_after_forward,
         "has no effect without shard full",
