@@ -14,6 +14,7 @@ from pipeline.rollout.address.dialect import (
     conversation,
     given,
     text_of,
+    tools_of,
     usage_of,
 )
 from pipeline.rollout.asked import Answer
@@ -26,7 +27,7 @@ SAMPLING = (  # of these, the policy has its own
 
 
 def read(body: Body) -> Request:
-    """See `Dialect`."""
+    """See `dialect`."""
     if body.get("functions"):
         raise Refusal(400, "got functions, the old form; write tools")
     messages = [
@@ -40,44 +41,28 @@ def read(body: Body) -> Request:
         }
         for message in body["messages"]
     ]
-    tools = [tool for tool in body.get("tools") or () if tool.get("type", "function") == "function"]
-    if len(tools) < len(body.get("tools") or ()):
-        raise Refusal(400, "got a tool that is no function; the policy calls functions alone")
-    ignored = given(body, *SAMPLING)
-    if body.get("tool_choice") not in (None, "auto"):
-        ignored += given(body, "tool_choice")
-    if (body.get("response_format") or {}).get("type", "text") != "text":
-        ignored.append(f"response_format {body['response_format']['type']}")
-    if body.get("parallel_tool_calls") is False:
-        ignored += given(body, "parallel_tool_calls")
     stop = body.get("stop") or ()
     limits = [body.get(name) for name in ("max_tokens", "max_completion_tokens")]
     return Request(
         messages=conversation(messages),
-        tools=tools,
+        tools=tools_of(body),
         body=body,
         n=body.get("n") or 1,
         max_tokens=min((limit for limit in limits if limit), default=None),
         stop=(stop,) if isinstance(stop, str) else tuple(stop),
-        ignored=ignored,
+        ignored=given(body, *SAMPLING, "tool_choice", "response_format", "parallel_tool_calls"),
     )
 
 
-def _message(answer: Answer, request: Request) -> Body:
-    calls = [call_of(i, name, as_text(args)) for i, name, args in calls_of(answer, request)]
-    content = answer.message["content"]
-    message = {"role": "assistant", "content": content if content or not calls else None}
-    thoughts = answer.message.get("reasoning_content")
-    message |= {"reasoning_content": thoughts} if thoughts else {}
-    return {**message, "refusal": None, **({"tool_calls": calls} if calls else {})}
-
-
 def _choice(index: int, answer: Answer, request: Request) -> Body:
-    reason = answer.message["finish_reason"]
-    if reason == "stop" and answer.message.get("tool_calls"):
-        reason = "tool_calls"
-    choice = {"index": index, "message": _message(answer, request), "finish_reason": reason}
-    choice["logprobs"] = None
+    said = answer.message
+    calls = [call_of(i, name, as_text(args)) for i, name, args in calls_of(answer, request)]
+    message = {"role": "assistant", "content": said["content"] or (None if calls else "")}
+    message |= {"refusal": None, **({"tool_calls": calls} if calls else {})}
+    if thoughts := said.get("reasoning_content"):
+        message["reasoning_content"] = thoughts
+    reason = "tool_calls" if calls and said["finish_reason"] == "stop" else said["finish_reason"]
+    choice: Body = {"index": index, "message": message, "finish_reason": reason, "logprobs": None}
     if request.body.get("logprobs"):
         tokens = [
             {"token": text, "logprob": logprob, "bytes": [*text.encode()], "top_logprobs": []}
@@ -89,41 +74,36 @@ def _choice(index: int, answer: Answer, request: Request) -> Body:
     return choice
 
 
-def _head(answers: Sequence[Answer], request: Request, kind: str) -> Body:
-    head = {"id": f"chatcmpl-{answers[0].key}", "object": kind, "created": int(time.time())}
-    head["model"] = request.body.get("model") or "policy"
-    return head | ({"prompt_token_ids": answers[0].prompt_ids} if _has_ids(request) else {})
-
-
-def _has_ids(request: Request) -> bool:
-    return bool(request.body.get("return_token_ids"))
-
-
-def _usage(answers: Sequence[Answer]) -> Body:
+def whole(answers: Sequence[Answer], request: Request) -> Body:
+    """See `dialect`."""
     prompt, completion = usage_of(answers)
+    has_ids = request.body.get("return_token_ids")
     return {
-        "prompt_tokens": prompt,
-        "completion_tokens": completion,
-        "total_tokens": prompt + completion,
+        "id": f"chatcmpl-{answers[0].key}",
+        "object": "chat.completion",
+        "created": int(time.time()),
+        "model": request.body.get("model") or "policy",
+        "choices": [_choice(index, answer, request) for index, answer in enumerate(answers)],
+        "usage": {
+            "prompt_tokens": prompt,
+            "completion_tokens": completion,
+            "total_tokens": prompt + completion,
+        },
+        **({"prompt_token_ids": answers[0].prompt_ids} if has_ids else {}),
     }
 
 
-def whole(answers: Sequence[Answer], request: Request) -> Body:
-    """See `Dialect`."""
-    choices = [_choice(index, answer, request) for index, answer in enumerate(answers)]
-    head = _head(answers, request, "chat.completion")
-    return {**head, "choices": choices, "usage": _usage(answers)}
-
-
 def events(answers: Sequence[Answer], request: Request) -> Iterator[Event]:
-    """See `Dialect`."""
-    head = _head(answers, request, "chat.completion.chunk")
+    """See `dialect`."""
+    head: Body = {**whole(answers, request), "object": "chat.completion.chunk"}
+    choices = head.pop("choices")
+    usage = head.pop("usage")
 
     def chunk(index: int, delta: Body, reason: str | None = None, **more: object) -> Event:
         choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": reason}
         return "", {**head, "choices": [{**choice, **more}]}
 
-    for choice in (_choice(index, answer, request) for index, answer in enumerate(answers)):
+    for choice in choices:
         message = choice["message"]
         index = choice["index"]
         yield chunk(index, {"role": "assistant", "content": ""})
@@ -140,11 +120,10 @@ def events(answers: Sequence[Answer], request: Request) -> Iterator[Event]:
         yield chunk(index, {}, choice["finish_reason"], **more)
     options = request.body.get("stream_options")
     if isinstance(options, dict) and options.get("include_usage"):
-        yield "", {**head, "choices": [], "usage": _usage(answers)}
+        yield "", {**head, "choices": [], "usage": usage}
     yield "", "[DONE]"
 
 
 def error(status: int, why: str, code: str) -> Body:
-    """See `Dialect`."""
-    kind = "invalid_request_error" if status < 500 else "server_error"
-    return {"error": {"message": why, "type": kind, "param": None, "code": code}}
+    """See `dialect`."""
+    return {"error": {"message": why, "type": "invalid_request_error", "param": None, "code": code}}

@@ -1,14 +1,15 @@
 """What the APIs of the address share: how a request is read, and what an answer needs.
 
-Each API is a module with `PATH`; `read`, which makes a Request of a body; `whole`, which makes the
-body of the reply; `events`, the same in parts, for a stream; and `error`, the body of a refusal.
+Each API is a module with `PATH`; `read`, which makes a Request of a body, and raises Refusal, or
+any exception of a body that is not of the API; `whole`, which makes the body of the reply;
+`events`, the same in parts, for a stream; and `error`, the body of a refusal.
 """
 
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from pipeline.common.untrusted import shown
 from pipeline.data.rows import with_usual_messages
@@ -16,6 +17,8 @@ from pipeline.data.tasks import Message
 from pipeline.rollout.asked import Answer
 
 MAX_N = 128  # most answers to a request
+TEXTS = ("text", "input_text", "output_text", "refusal")  # types of parts that are text
+USUAL = ("null", "true", '"auto"', '"text"')  # values with which nothing is asked for
 Body = dict[str, Any]
 Event = tuple[str, Body | str]  # the event's name, which may be empty, and its data
 
@@ -49,45 +52,26 @@ class Request:
         if not all(isinstance(text, str) and text for text in self.stop):
             raise Refusal(400, f"got stop {shown(self.stop)}; give texts")
 
-    @property
-    def key(self) -> str:
-        """What is equal for a request that is sent again."""
-        return json.dumps([self.n, self.asked()])
 
-    def asked(self) -> Body:
-        """Return the arguments of `Asked`."""
-        return {
-            **{"messages": self.messages, "tools": self.tools, "stop": self.stop},
-            **{"max_tokens": self.max_tokens, "with_texts": bool(self.body.get("logprobs"))},
-        }
-
-
-class Dialect(Protocol):
-    """One API."""
-
-    @property
-    def PATH(self) -> str: ...
-
-    def read(self, body: Body) -> Request:
-        """Raises Refusal, or any exception of a body that is not of the API."""
-
-    def whole(self, answers: Sequence[Answer], request: Request) -> Body: ...
-
-    def events(self, answers: Sequence[Answer], request: Request) -> Iterator[Event]: ...
-
-    def error(self, status: int, why: str, code: str) -> Body: ...
-
-
-def text_of(content: Any, kinds: Sequence[str] = ("text", "refusal")) -> str:
+def text_of(content: Any) -> str:
     """Return the text of a content, which may have parts. Raises Refusal for an image."""
     if content is None or isinstance(content, str):
         return content or ""
     parts = [content] if isinstance(content, dict) else content
-    parts = [{"type": kinds[0], "text": p} if isinstance(p, str) else p for p in parts]
-    if other := next((part for part in parts if part["type"] not in kinds), None):
+    parts = [{"type": "text", "text": part} if isinstance(part, str) else part for part in parts]
+    if other := next((part for part in parts if part["type"] not in TEXTS), None):
         kind = shown(other["type"])
         raise Refusal(400, f"got a part of the type {kind}, but the policy reads text alone")
     return "".join(part.get("text") or part.get("refusal") or "" for part in parts)
+
+
+def tools_of(body: Body, kind: str = "function") -> list[Body]:
+    """Return the tools of a request. Raises Refusal for those that a server would run itself."""
+    tools = body.get("tools") or []
+    if other := next((tool for tool in tools if tool.get("type", kind) != kind), None):
+        why = f"got a tool of the type {shown(other['type'])}; the policy calls functions alone"
+        raise Refusal(400, why)
+    return list(tools)
 
 
 def conversation(messages: Sequence[Message]) -> list[Message]:
@@ -151,7 +135,9 @@ def as_text(arguments: Body) -> str:
 
 def given(body: Body, *names: str) -> list[str]:
     """Return the fields of a request that change what is sampled, with their values."""
-    return [f"{name} {shown(body[name])}" for name in names if body.get(name) is not None]
+    values = [(name, body.get(name)) for name in names]
+    kinds = [(name, v.get("type", v) if isinstance(v, dict) else v) for name, v in values]
+    return [f"{name} {shown(kind)}" for name, kind in kinds if json.dumps(kind) not in USUAL]
 
 
 def usage_of(answers: Sequence[Answer]) -> tuple[int, int]:

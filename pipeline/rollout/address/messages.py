@@ -6,7 +6,6 @@ from typing import Any
 from pipeline.rollout.address.dialect import (
     Body,
     Event,
-    Refusal,
     Request,
     as_text,
     call_of,
@@ -14,6 +13,7 @@ from pipeline.rollout.address.dialect import (
     conversation,
     given,
     text_of,
+    tools_of,
     usage_of,
 )
 from pipeline.rollout.asked import Answer
@@ -24,29 +24,27 @@ ERRORS = {401: "authentication_error", 404: "not_found_error", 413: "request_too
 
 
 def read(body: Body) -> Request:
-    """See `Dialect`."""
+    """See `dialect`."""
     messages = list[dict[str, Any]]()
     if system := text_of(body.get("system")):
         messages.append({"role": "system", "content": system})
     for message in body["messages"]:
         messages += _messages_of(message)
-    tools = []
-    for tool in body.get("tools") or ():
-        if tool.get("type", "custom") != "custom":
-            raise Refusal(400, f"got a tool of the type {tool['type']}; the policy has only yours")
-        function = {"name": tool["name"], "description": tool.get("description") or ""}
-        function["parameters"] = tool["input_schema"]
-        tools.append({"type": "function", "function": function})
-    ignored = given(body, "temperature", "top_p", "top_k", "thinking")
-    if (body.get("tool_choice") or {}).get("type", "auto") != "auto":
-        ignored.append(f"tool_choice {body['tool_choice']['type']}")
+    tools = [
+        {
+            "name": tool["name"],
+            "description": tool.get("description") or "",
+            "parameters": tool["input_schema"],
+        }
+        for tool in tools_of(body, "custom")
+    ]
     return Request(
         messages=conversation(messages),
-        tools=tools,
+        tools=[{"type": "function", "function": tool} for tool in tools],
         body=body,
         max_tokens=body.get("max_tokens"),
         stop=tuple(body.get("stop_sequences") or ()),
-        ignored=ignored,
+        ignored=given(body, "temperature", "top_p", "top_k", "thinking", "tool_choice"),
     )
 
 
@@ -76,7 +74,7 @@ def _messages_of(message: Body) -> list[Body]:
 
 
 def whole(answers: Sequence[Answer], request: Request) -> Body:
-    """See `Dialect`."""
+    """See `dialect`."""
     message = answers[0].message
     calls = calls_of(answers[0], request)
     texts = [message["content"]] if message["content"] or not calls else []
@@ -100,7 +98,7 @@ def whole(answers: Sequence[Answer], request: Request) -> Body:
 
 
 def events(answers: Sequence[Answer], request: Request) -> Iterator[Event]:
-    """See `Dialect`."""
+    """See `dialect`."""
 
     def event(kind: str, **fields: Any) -> Event:
         return kind, {"type": kind, **fields}
@@ -125,6 +123,6 @@ def events(answers: Sequence[Answer], request: Request) -> Iterator[Event]:
 
 
 def error(status: int, why: str, code: str) -> Body:
-    """See `Dialect`."""
-    kind = ERRORS.get(status, "invalid_request_error" if status < 500 else "api_error")
+    """See `dialect`."""
+    kind = ERRORS.get(status, "invalid_request_error")
     return {"type": "error", "error": {"type": kind, "message": f"{why} ({code})"}}

@@ -16,37 +16,31 @@ from pipeline.rollout.address.dialect import (
     conversation,
     given,
     text_of,
+    tools_of,
     usage_of,
 )
 from pipeline.rollout.asked import Answer
 
 PATH = "/responses"
-PARTS = ("input_text", "output_text", "text", "refusal")
 
 
 def read(body: Body) -> Request:
-    """See `Dialect`."""
+    """See `dialect`."""
     if stored := given(body, "previous_response_id", "conversation", "prompt"):
         raise Refusal(400, f"got {stored[0]}, but nothing is stored; send the whole input")
-    if other := [tool for tool in body.get("tools") or () if tool["type"] != "function"]:
-        raise Refusal(400, f"got a tool of the type {other[0]['type']}; the policy has only yours")
-    functions = [
+    tools = [
         {key: value for key, value in tool.items() if key != "type" and value is not None}
-        for tool in body.get("tools") or ()
+        for tool in tools_of(body)
     ]
-    tools = [{"type": "function", "function": function} for function in functions]
-    ignored = given(body, "temperature", "top_p", "reasoning")
-    if body.get("tool_choice") not in (None, "auto"):
-        ignored += given(body, "tool_choice")
-    form = (body.get("text") or {}).get("format") or {}
-    if form.get("type", "text") != "text":
-        ignored.append(f"text.format {form['type']}")
+    form = {"text.format": (body.get("text") or {}).get("format")}
     return Request(
         messages=conversation(_messages_of(body)),
-        tools=tools,
+        tools=[{"type": "function", "function": tool} for tool in tools],
         body=body,
         max_tokens=body.get("max_output_tokens"),
-        ignored=ignored,
+        ignored=given(
+            body | form, "temperature", "top_p", "reasoning", "tool_choice", "text.format"
+        ),
     )
 
 
@@ -59,7 +53,7 @@ def _messages_of(body: Body) -> list[Body]:
     for item in [{"role": "user", "content": items}] if isinstance(items, str) else items:
         kind = item.get("type") or "message"
         if kind == "message":
-            content = text_of(item.get("content"), PARTS)
+            content = text_of(item.get("content"))
             messages.append({"role": item["role"], "content": content})
         elif kind == "function_call":
             if not messages or messages[-1]["role"] != "assistant":
@@ -67,7 +61,7 @@ def _messages_of(body: Body) -> list[Body]:
             call = call_of(item["call_id"], item["name"], item["arguments"])
             messages[-1].setdefault("tool_calls", []).append(call)
         elif kind == "function_call_output":
-            content = text_of(item["output"], PARTS)
+            content = text_of(item["output"])
             result = {"role": "tool", "tool_call_id": item["call_id"], "content": content}
             messages.append(result)
         elif kind != "reasoning":
@@ -90,50 +84,45 @@ def _items(answer: Answer, request: Request) -> list[Body]:
     return items
 
 
-def _response(answer: Answer, request: Request, status: str) -> Body:
-    """Return a response without its output."""
+def whole(answers: Sequence[Answer], request: Request) -> Body:
+    """See `dialect`."""
     body = request.body
+    is_cut = answers[0].message["finish_reason"] == "length"
+    prompt, completion = usage_of(answers)
     return {
-        **{"id": f"resp_{answer.key}", "object": "response", "created_at": int(time.time())},
-        **{"status": status, "model": body.get("model") or "policy", "output": []},
-        **{"error": None, "incomplete_details": None, "instructions": body.get("instructions")},
-        **{"metadata": body.get("metadata") or {}, "temperature": 1.0, "top_p": 1.0},
+        **{"id": f"resp_{answers[0].key}", "object": "response", "created_at": int(time.time())},
+        "status": "incomplete" if is_cut else "completed",
+        "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
+        "output": _items(answers[0], request),
+        **{"model": body.get("model") or "policy", "instructions": body.get("instructions")},
+        **{"error": None, "metadata": body.get("metadata") or {}},
+        **{"temperature": 1.0, "top_p": 1.0},
         "parallel_tool_calls": body.get("parallel_tool_calls", True),
         "tool_choice": body.get("tool_choice") or "auto",
         "tools": body.get("tools") or [],
         "text": body.get("text") or {"format": {"type": "text"}},
+        "usage": {
+            "input_tokens": prompt,
+            "output_tokens": completion,
+            "total_tokens": prompt + completion,
+            "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
+            "output_tokens_details": {"reasoning_tokens": 0},
+        },
     }
-
-
-def whole(answers: Sequence[Answer], request: Request) -> Body:
-    """See `Dialect`."""
-    is_cut = answers[0].message["finish_reason"] == "length"
-    response = _response(answers[0], request, "incomplete" if is_cut else "completed")
-    response["output"] = _items(answers[0], request)
-    if is_cut:
-        response["incomplete_details"] = {"reason": "max_output_tokens"}
-    prompt, completion = usage_of(answers)
-    response["usage"] = {
-        "input_tokens": prompt,
-        "output_tokens": completion,
-        "total_tokens": prompt + completion,
-        "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
-        "output_tokens_details": {"reasoning_tokens": 0},
-    }
-    return response
 
 
 def events(answers: Sequence[Answer], request: Request) -> Iterator[Event]:
-    """See `Dialect`."""
+    """See `dialect`."""
     for number, (kind, fields) in enumerate(_events(answers, request)):
         yield kind, {"type": kind, "sequence_number": number, **fields}
 
 
 def _events(answers: Sequence[Answer], request: Request) -> Iterator[tuple[str, dict[str, Any]]]:
-    begun = _response(answers[0], request, "in_progress")
+    response = whole(answers, request)
+    begun = {**response, "status": "in_progress", "incomplete_details": None, "output": []}
+    begun["usage"] = None
     yield "response.created", {"response": begun}
     yield "response.in_progress", {"response": begun}
-    response = whole(answers, request)
     for index, item in enumerate(response["output"]):
         added = {**item, "status": "in_progress"}
         added |= {"content": []} if item["type"] == "message" else {"arguments": ""}

@@ -12,11 +12,11 @@ import os
 import resource
 import secrets
 import threading
-from collections import OrderedDict, defaultdict
+from collections import defaultdict, deque
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 from aiohttp import web
@@ -24,8 +24,8 @@ from aiohttp import web
 from pipeline.common.console import say
 from pipeline.common.untrusted import one_line, parse_json, reason_of
 from pipeline.rollout.address import chat_completions, messages, responses
-from pipeline.rollout.address.dialect import Dialect, Refusal, Request
-from pipeline.rollout.asked import Answer, Asked, EpisodeOver
+from pipeline.rollout.address.dialect import Refusal, Request
+from pipeline.rollout.asked import Asked, EpisodeOver
 from pipeline.rollout.trajectory import StopReason
 
 HOST = "127.0.0.1"
@@ -36,7 +36,11 @@ SIGN_S = 2.0  # between signs of life while a message is sampled; some clients w
 LATE_S = 1.0  # pause before an agent is refused again, so that an endless one takes little time
 MAX_ENDED = 1 << 14  # keys of ended episodes that are told from unknown ones
 NO_RETRY = {"x-should-retry": "false"}  # which clients of OpenAI and Anthropic obey
+DIALECTS = (chat_completions, responses, messages)
+PREFIX = "/{key:(?:sk-[^/]+/)?}{version:(?:v1/)?}"  # the key may be in a header instead
 ENDED = "the episode of this key is over"
+
+Handler = Callable[[web.Request, "Address"], Awaitable[web.StreamResponse]]
 
 
 @dataclass(eq=False)
@@ -45,12 +49,16 @@ class Kept:
 
     asked: list[Asked]
     waits: web.Request  # the latest request for them
-    is_delivered: bool = False
+
+    def deliver(self) -> None:
+        """Note whether the messages reach their agent."""
+        for asked in self.asked:
+            asked.has_arrived = not is_gone(self.waits)
 
     @property
     def is_lost(self) -> bool:
         """Whether nobody waits for the messages any more, and nobody has got them."""
-        return not self.is_delivered and is_gone(self.waits)
+        return is_gone(self.waits) and not any(asked.has_arrived for asked in self.asked)
 
     @property
     def is_taken_back(self) -> bool:
@@ -70,27 +78,53 @@ class Address:
     def base_url(self) -> str:
         return f"http://{HOST}:{self.server.port}/{self.key}/v1"
 
-    def ask(self, request: Request, http: web.Request) -> Kept:
-        """Ask for the messages of a request, or take those that were made for it before."""
-        same = [kept for kept in self.kept[request.key] if not kept.is_taken_back]
+    async def fetch(
+        self, request: Request, http: web.Request, response: web.StreamResponse, sign: bytes
+    ) -> Kept:
+        """Return the messages of a request; until they are made, send signs of life.
+
+        Raises EpisodeOver, ValueError or CancelledError.
+        """
+        while True:
+            kept = self._ask(request, http)
+            made = asyncio.gather(
+                *(asyncio.wrap_future(asked.answer) for asked in kept.asked), return_exceptions=True
+            )
+            while not (
+                await asyncio.wait({made}, timeout=SIGN_S if response.prepared else FIRST_SIGN_S)
+            )[0]:
+                await send(http, response, sign)
+            # What a client had given up may have been taken back while another one came for it.
+            if not kept.is_taken_back or self.policy.is_over or is_gone(http):
+                break
+        for result in made.result():
+            if isinstance(result, BaseException):
+                for asked in kept.asked:  # what they continue may be told otherwise
+                    self.policy.give_up(asked)
+                raise result
+        return kept
+
+    def _ask(self, request: Request, http: web.Request) -> Kept:
+        words = [request.messages, request.tools, request.n, request.max_tokens, request.stop]
+        key = json.dumps(words)  # the same for a request that is sent again
+        same = [kept for kept in self.kept[key] if not kept.is_taken_back]
         again = http.headers.get("x-stainless-retry-count", "0") != "0"
         for kept in [kept for kept in same if kept.is_lost] or same[-1:] * again:
             kept.waits = http
             return kept
         kept = Kept([], http)
-        ask = self.policy.ask
         for _ in range(request.n):
-            kept.asked.append(ask(**request.asked(), is_lost=lambda: kept.is_lost))
-        self.kept[request.key] = [*same, kept]
+            asked = self.policy.ask(
+                messages=request.messages,
+                tools=request.tools,
+                max_tokens=request.max_tokens,
+                stop=request.stop,
+                with_texts=bool(request.body.get("logprobs")),
+                is_lost=lambda: kept.is_lost,
+            )
+            kept.asked.append(asked)
+        self.kept[key] = [*same, kept]
         return kept
-
-    def deliver(self, kept: Kept, answers: list[Answer]) -> None:
-        """Note, before the last byte is sent, that messages reach their agent, or do not."""
-        kept.is_delivered = not is_gone(kept.waits)
-        for asked, answer in zip(kept.asked, answers, strict=True):
-            if kept.is_delivered:
-                self.policy.arrived(asked, answer)
-            asked.has_arrived = kept.is_delivered
 
     def close(self) -> None:
         """End the episode, in any thread."""
@@ -102,7 +136,7 @@ class Server:
 
     def __init__(self) -> None:
         self.addresses = dict[str, Address]()
-        self._ended = OrderedDict[str, None]()  # keys
+        self._ended = deque[str](maxlen=MAX_ENDED)  # keys
         self._has_warned = False
         self.loop = asyncio.new_event_loop()
         threading.Thread(target=self.loop.run_forever, name="address", daemon=True).start()
@@ -110,19 +144,16 @@ class Server:
 
     async def _start(self) -> None:
         app = web.Application(client_max_size=MAX_BODY)
-        dialects: list[Dialect] = [chat_completions, messages, responses]
-        for prefix in ("/{key}/v1", "/{key}", "/v1"):
-            for dialect in dialects:
-                app.router.add_post(prefix + dialect.PATH, self._refusing(dialect, self._message))
-            count = self._refusing(messages, self._count)
-            app.router.add_post(f"{prefix}{messages.PATH}/count_tokens", count)
-            domain = self._refusing(chat_completions, self._domain)
-            app.router.add_post(prefix + "/{what:reply}", domain)
-            app.router.add_post(prefix + "/{what:tools}/{name}", domain)
-            models = self._refusing(chat_completions, self._models)
-            app.router.add_get(prefix + "/models", models)
-            app.router.add_get(prefix + "/models/{model:.+}", models)
-        app.router.add_route("*", "/{rest:.*}", self._refusing(chat_completions, self._nothing))
+        for method, path, handler in (
+            *(("POST", dialect.PATH, self._message) for dialect in DIALECTS),
+            ("POST", f"{messages.PATH}/count_tokens", self._count),
+            ("POST", "/reply", self._domain),
+            ("POST", "/tools/{name}", self._domain),
+            ("GET", "/models", self._models),
+            ("GET", "/models/{model:.+}", self._models),
+            ("*", "/{rest:.*}", self._nothing),
+        ):
+            app.router.add_route(method, PREFIX + path[1:], partial(self._answer, handler))
         runner = web.AppRunner(app, access_log=None, handle_signals=False)
         await runner.setup()
         site = web.TCPSite(runner, HOST, 0, backlog=BACKLOG)
@@ -132,32 +163,24 @@ class Server:
     def forget(self, key: str) -> None:
         """End an episode, in the server's thread."""
         del self.addresses[key]
-        self._ended[key] = None
-        if len(self._ended) > MAX_ENDED:
-            self._ended.popitem(last=False)
+        self._ended.append(key)
 
-    def _refusing(
-        self, dialect: Dialect, handler: Callable[..., Awaitable[web.StreamResponse]]
-    ) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
-        """Return a handler whose refusals have the dialect's form."""
-
-        async def handle(http: web.Request) -> web.StreamResponse:
-            try:
-                return await handler(http, dialect)
-            except Refusal as error:
-                refusal = error
-            except web.HTTPRequestEntityTooLarge:
-                refusal = Refusal(413, f"the body has more than {MAX_BODY >> 20} MiB")
-            except Exception as error:  # of a body that is not of the API
-                refusal = Refusal(400, f"the body is not of the API: {reason_of(error)}")
-            body = dialect.error(refusal.status, one_line(str(refusal)), refusal.code)
-            return web.json_response(body, status=refusal.status, headers=NO_RETRY)
-
-        return handle
+    async def _answer(self, handler: Handler, http: web.Request) -> web.StreamResponse:
+        """Answer a request of an episode; a refusal has the form of the API."""
+        try:
+            return await handler(http, await self._address(http))
+        except Refusal as error:
+            refusal = error
+        except web.HTTPRequestEntityTooLarge:
+            refusal = Refusal(413, f"the body has more than {MAX_BODY >> 20} MiB")
+        except Exception as error:  # of a body that is not of the API
+            refusal = Refusal(400, f"the body is not of the API: {reason_of(error)}")
+        body = dialect_of(http).error(refusal.status, one_line(str(refusal)), refusal.code)
+        return web.json_response(body, status=refusal.status, reason=refusal.code, headers=NO_RETRY)
 
     async def _address(self, http: web.Request) -> Address:
         bearer = http.headers.get("Authorization", "").removeprefix("Bearer ")
-        keys = [http.match_info.get("key", ""), bearer, http.headers.get("x-api-key", "")]
+        keys = [http.match_info["key"][:-1], bearer, http.headers.get("x-api-key", "")]
         for key in keys:
             if (address := self.addresses.get(key)) is not None:
                 return address
@@ -166,8 +189,8 @@ class Server:
             raise Refusal(410, ENDED, "episode_over")
         raise Refusal(401, "no episode has this key; give policy.api_key", "invalid_api_key")
 
-    async def _read(self, http: web.Request, dialect: Dialect) -> Request:
-        request = dialect.read(parse_json(await http.text()))
+    async def _read(self, http: web.Request) -> Request:
+        request: Request = dialect_of(http).read(parse_json(await http.text()))
         if request.ignored and not self._has_warned:
             self._has_warned = True
             if os.environ.get("RANK", "0") == "0":
@@ -177,36 +200,36 @@ class Server:
                 )
         return request
 
-    async def _message(self, http: web.Request, dialect: Dialect) -> web.StreamResponse:
-        address = await self._address(http)
-        request = await self._read(http, dialect)
+    async def _message(self, http: web.Request, address: Address) -> web.StreamResponse:
+        request = await self._read(http)
         if address.policy.end is not None:  # an agent that asks on
             await asyncio.sleep(LATE_S)
-        reply = Reply(http, dialect, request)
-        while True:
-            try:
-                kept = address.ask(request, http)
-            except (ValueError, EpisodeOver) as error:
-                return await reply.fail(self._refusal(error, address))
-            made = asyncio.gather(
-                *(asyncio.wrap_future(asked.answer) for asked in kept.asked), return_exceptions=True
-            )
-            while not (await asyncio.wait({made}, timeout=reply.patience_s))[0]:
-                await reply.wait()
-            # What a client had given up may have been taken back while another one came for it.
-            if not kept.is_taken_back or address.policy.is_over or is_gone(http):
-                break
-        for result in made.result():
-            if isinstance(result, BaseException):
-                for asked in kept.asked:  # what they continue may be told otherwise
-                    address.policy.give_up(asked)
-                return await reply.fail(self._refusal(result, address))
-        answers = [result for result in made.result() if isinstance(result, Answer)]
-        address.deliver(kept, answers)  # before it is sent: who has it may end the episode
-        await reply.send(answers)
-        if is_gone(http):
-            address.deliver(kept, answers)
-        return reply.response
+        dialect = dialect_of(http)
+        is_stream = bool(request.body.get("stream"))
+        kind = "text/event-stream" if is_stream else "application/json"
+        response = web.StreamResponse(headers={"Content-Type": kind, **NO_RETRY})
+        sign = b": wait\n\n" if is_stream else b" "  # of life, which clients skip
+        try:
+            kept = await address.fetch(request, http, response, sign)
+        except (Exception, asyncio.CancelledError) as error:
+            refusal = self._refusal(error, address)
+            if not response.prepared:
+                raise refusal from None
+            if is_stream:
+                body = dialect.error(refusal.status, str(refusal), refusal.code)
+                await send(http, response, event_of("error", body))
+            elif http.transport is not None:  # the status is sent; a new try gets the error
+                http.transport.abort()
+            return response
+        answers = [asked.answer.result() for asked in kept.asked]
+        if is_stream:
+            reply = b"".join(event_of(*event) for event in dialect.events(answers, request))
+        else:
+            reply = json.dumps(dialect.whole(answers, request)).encode()
+        kept.deliver()  # before it is sent: who has it may end the episode
+        await send(http, response, reply)
+        kept.deliver()
+        return response
 
     def _refusal(self, error: BaseException, address: Address) -> Refusal:
         """Return what an agent is told of an error of the policy."""
@@ -220,80 +243,43 @@ class Server:
             return Refusal(410, ENDED, "episode_over")
         return Refusal(400, one_line(reason_of(error)))
 
-    async def _count(self, http: web.Request, dialect: Dialect) -> web.StreamResponse:
-        address = await self._address(http)
-        request = await self._read(http, dialect)
+    async def _count(self, http: web.Request, address: Address) -> web.StreamResponse:
+        request = await self._read(http)
         count = await address.policy.num_prompt_tokens(request.messages, request.tools)
         return web.json_response({"input_tokens": count})
 
-    async def _domain(self, http: web.Request, dialect: Dialect) -> web.StreamResponse:
+    async def _domain(self, http: web.Request, address: Address) -> web.StreamResponse:
         """Call a tool of the domain, or let its customer answer."""
-        address = await self._address(http)
         body = await http.text()
         try:
-            if http.match_info["what"] == "reply":
-                said = await address.policy.reply(str(parse_json(body)["content"]))
-                return web.json_response({"content": said})
-            return web.json_response(await address.policy.call(http.match_info["name"], body))
+            if (name := http.match_info.get("name")) is not None:
+                return web.json_response(await address.policy.call(name, body))
+            said = await address.policy.reply(str(parse_json(body)["content"]))
+            return web.json_response({"content": said})
         except (ValueError, EpisodeOver) as error:
             raise self._refusal(error, address) from None
 
-    async def _models(self, http: web.Request, dialect: Dialect) -> web.StreamResponse:
-        await self._address(http)
+    async def _models(self, http: web.Request, address: Address) -> web.StreamResponse:
         name = http.match_info.get("model")
         model = {"id": name or "policy", "object": "model", "created": 0, "owned_by": "policy"}
         return web.json_response(model if name else {"object": "list", "data": [model]})
 
-    async def _nothing(self, http: web.Request, dialect: Dialect) -> web.StreamResponse:
-        paths = ", ".join(d.PATH for d in (chat_completions, responses, messages))
+    async def _nothing(self, http: web.Request, address: Address) -> web.StreamResponse:
+        paths = ", ".join(dialect.PATH for dialect in DIALECTS)
         raise Refusal(404, f"{http.method} {http.path}: not here; POST {paths}", "not_found")
 
 
-class Reply:
-    """The reply to a request; while its messages are sampled, it may begin as a sign of life."""
+def dialect_of(http: web.Request) -> Any:
+    """Return the API of a request; see `dialect`."""
+    return next((d for d in DIALECTS if d.PATH in http.path), chat_completions)
 
-    def __init__(self, http: web.Request, dialect: Dialect, request: Request) -> None:
-        self.http = http
-        self.dialect = dialect
-        self.request = request
-        self.is_stream = bool(request.body.get("stream"))
-        kind = "text/event-stream" if self.is_stream else "application/json"
-        self.response = web.StreamResponse(headers={"Content-Type": kind, **NO_RETRY})
 
-    @property
-    def patience_s(self) -> float:
-        return SIGN_S if self.response.prepared else FIRST_SIGN_S
-
-    async def wait(self) -> None:
-        """Send a sign of life, which clients skip."""
-        await self._write(b": wait\n\n" if self.is_stream else b" ")
-
-    async def send(self, answers: list[Answer]) -> None:
-        """Send the messages."""
-        if self.is_stream:
-            parts = (event_of(*event) for event in self.dialect.events(answers, self.request))
-        else:
-            parts = iter([json.dumps(self.dialect.whole(answers, self.request)).encode()])
-        await self._write(b"".join(parts), is_last=True)
-
-    async def fail(self, refusal: Refusal) -> web.StreamResponse:
-        """Refuse the request. Raises the refusal if the reply has not begun."""
-        if not self.response.prepared:
-            raise refusal
-        if self.is_stream:
-            body = self.dialect.error(refusal.status, str(refusal), refusal.code)
-            await self._write(event_of("error", body), is_last=True)
-        elif self.http.transport is not None:  # the status is sent; who tries again gets the error
-            self.http.transport.abort()
-        return self.response
-
-    async def _write(self, part: bytes, is_last: bool = False) -> None:
-        with suppress(ConnectionError):  # the client is gone
-            if not self.response.prepared:
-                await self.response.prepare(self.http)
-            await self.response.write(part)
-            if is_last:
-                await self.response.write_eof()
+async def send(http: web.Request, response: web.StreamResponse, part: bytes) -> None:
+    """Send a part of a reply, unless its client is gone."""
+    with suppress(ConnectionError):
+        if not response.prepared:
+            await response.prepare(http)
+        await response.write(part)
 
 
 def event_of(name: str, data: Any) -> bytes:
