@@ -23,7 +23,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from pipeline.common.children import end_child
 from pipeline.environments.faults import (
@@ -328,14 +328,6 @@ def _cut_off(name: str) -> EnvironmentFault:
     return EnvironmentFault(f"CallTimeout: {name} did not end before rollout_timeout", name)
 
 
-class Loop(Protocol):
-    """What `Calls` must know of a user's loop."""
-
-    @property
-    def busy_s(self) -> float:
-        """The seconds since the loop's last message, or 0 while it waits for one."""
-
-
 class Calls:
     """Calls environments, each call for at most `seconds`.
 
@@ -436,9 +428,9 @@ class Calls:
         return result
 
     async def loop(
-        self, key: Key, name: str, loop: "Loop", call: Callable[[], Awaitable[Any]]
+        self, key: Key, name: str, busy_s: Callable[[], float], call: Callable[[], Awaitable[Any]]
     ) -> Any:
-        """Run a user's loop, of which `loop` knows when it waits for the policy.
+        """Run a user's loop; `busy_s` gives the seconds since it last waited, or 0 while it does.
 
         The loop is late if it does something else for more than `seconds` without a break.
         """
@@ -451,7 +443,7 @@ class Calls:
             while not waiting.done() and fault is None:
                 await asyncio.wait({waiting}, timeout=min(TICK_S, self.seconds / 2))
                 if not future.done():
-                    fault = self._late(name, loop.busy_s)
+                    fault = self._late(name, busy_s())
             if fault is None:
                 result, fault = waiting.result()
         except asyncio.CancelledError as error:

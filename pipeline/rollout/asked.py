@@ -3,24 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any
 
 from pipeline.data.tasks import Message
 from pipeline.rollout.trajectory import StopReason
 
-# A tool's result or the customer's answer, and why the episode ends with it, if it does.
-Act: TypeAlias = tuple[Any, StopReason | None]
-
-
-class World(NamedTuple):
-    """What a loop has of its domain's environment; the functions run in the rollout's thread."""
-
-    tools: list[dict[str, Any]]  # JSON schemas
-    call: Callable[[str, dict[str, Any]], Awaitable[Act]]
-    reply: Callable[[str], Awaitable[Act]]
+OVER = "the episode is over"
 
 
 class EpisodeOver(Exception):
@@ -30,7 +21,7 @@ class EpisodeOver(Exception):
     """
 
     def __init__(self, reason: StopReason) -> None:
-        super().__init__(f"the episode is over: {reason}")
+        super().__init__(f"{OVER}: {reason}")
         self.reason = reason
 
 
@@ -56,19 +47,12 @@ class Asked:
     stop: tuple[str, ...] = ()
     with_texts: bool = False
     is_lost: Callable[[], bool] = lambda: False  # whether nobody waits for it any more
-    answer: Future[Answer] = field(default_factory=Future)
-    task: asyncio.Task[Answer] | None = None  # in the rollout's event loop
+    answer: Future[Answer] = field(init=False)
+    task: asyncio.Task[Any] | None = None  # in the rollout's event loop, once it has begun
     undo: Callable[[], None] | None = None
-    before: Known | None = None  # what it continues
+    before: Asked | None = None  # what it continues
+    history: list[Message] = field(default_factory=list)  # with its message, as they are compared
+    ended_by: str = ""  # "cut" or "stop" if the conversation cannot go on, else ""
     is_malformed: bool = False
     is_taken_back: bool = False
     has_arrived: bool = False  # set in the loop's thread
-
-
-@dataclass(frozen=True, eq=False, kw_only=True)
-class Known:
-    """What a conversation holds after a message of the model."""
-
-    messages: list[Message]  # as they are compared
-    asked: Asked
-    ended_by: str = ""  # "cut" or "stop" if the conversation cannot go on, else ""

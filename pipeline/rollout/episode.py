@@ -29,7 +29,7 @@ from pipeline.environments.language_models.customers import OpeningMessage
 from pipeline.environments.tools import RandomState, reply_of
 from pipeline.models.chat.template import Chat
 from pipeline.models.chat.text import Parsed
-from pipeline.rollout.own_loop import Act, LoopPolicy, World, play
+from pipeline.rollout.own_loop import Act, LoopPolicy, play
 from pipeline.rollout.trajectory import CAUSES, FAILED, Conversation, Policy, StopReason, Trajectory
 
 UNKNOWN_TOOL = "unknown"  # calls of all nonexistent tools are counted under this name
@@ -179,7 +179,9 @@ class Episode:
             alone=self.shared.alone,
             wake=self.shared.calls.answered.set,
             show=self._show,
-            world=World(self.domain.tools, self._call_of_loop, self._reply_to_loop),
+            tools=self.domain.tools,
+            call=self._call_of_loop,
+            reply=self._reply_to_loop,
         )
         scored_by = "functions" if self.shared.has_reward_functions else "loop"
         scored_by = "environment" if self.domain.has_get_reward else scored_by
@@ -187,7 +189,7 @@ class Episode:
             self.returned = await self.shared.calls.loop(
                 self.task.key,
                 getattr(loop, "__name__", "play"),
-                policy,
+                lambda: policy.busy_s,
                 partial(play, loop, policy, self.task, scored_by),
             )
         except EnvironmentFault as fault:

@@ -15,10 +15,12 @@ import math
 import time
 from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from copy import deepcopy
 from functools import partial
-from typing import Any, TypeVar
+from traceback import format_exception
+from typing import Any, TypeAlias
 
 from pipeline.common.untrusted import is_plain, parse_json, shown
 from pipeline.config.settings import RolloutSettings
@@ -32,13 +34,14 @@ from pipeline.environments.domains import Play
 from pipeline.environments.faults import EnvironmentFault, first_of, wait_of
 from pipeline.environments.tools import MAX_REWARD, as_number, writable
 from pipeline.models.chat.template import Chat
-from pipeline.rollout.asked import Act, Answer, Asked, Known, World
+from pipeline.rollout.asked import OVER, Answer, Asked
 from pipeline.rollout.asked import EpisodeOver as EpisodeOver
 from pipeline.rollout.trajectory import Conversation, Policy, StopReason, Trajectory
 
-Value = TypeVar("Value")
-REFUSED = (400, 410)  # statuses of the address for what has no message
-ENDS = ("episode_over", "context_length_exceeded")  # codes of the address, in any client's text
+# A tool's result or the customer's answer, and why the episode ends with it, if it does.
+Act: TypeAlias = tuple[Any, StopReason | None]
+# Codes and texts of the address, of which one is in any client's text.
+ENDS = ("episode_over", "context_length_exceeded", OVER, "maximum context length")
 REPLIES = ("user", "tool")  # roles of messages with which a conversation goes on
 KEYS = ("role", "content", "tool_calls", "name")  # what is kept of messages
 
@@ -64,7 +67,9 @@ class LoopPolicy:
         alone: bool = False,
         wake: Callable[[], None],
         show: Callable[[list[Message]], None],
-        world: World,
+        tools: list[dict[str, Any]],
+        call: Callable[[str, dict[str, Any]], Awaitable[Act]],
+        reply: Callable[[str], Awaitable[Act]],
     ) -> None:
         self._wake = wake
         self._show = show
@@ -77,7 +82,7 @@ class LoopPolicy:
         self._alone = alone
         self._main = asyncio.get_running_loop()
         self._conversations = list[Conversation]()
-        self._known = dict[Conversation, Known]()
+        self._known = dict[Conversation, Asked]()  # its last message
         self._starts = Counter[str]()  # number of conversations that began with the same messages
         self._unsaid = defaultdict[str, list[Conversation]](list)  # ... whose first was taken back
         self._num_messages = 0
@@ -88,14 +93,13 @@ class LoopPolicy:
         self.refused: StopReason | None = None  # why a message was refused at the address
         self.is_cut = False  # whether the latest message was cut off, or had no room
         self.lost_connection = False  # whether the loop has ended because of one
-        self._num_asked = 0  # written in the loop's thread; all below in the rollout's
-        self._num_said = 0
         self._asked = list[Asked]()  # those that may not have reached the loop
-        self._since = time.monotonic()  # when the loop began, or got its last message
-        self.tools = world.tools
-        self._world = world
+        self._awaited = set[Future[Any]]()  # what the loop waits for
+        self._since = time.monotonic()  # when the loop began, or last got what it had waited for
+        self.tools = tools
+        self._call = call
+        self._reply = reply
         self._in_turn = asyncio.Lock()  # for the environment, which knows one call at a time
-        self._acts = set[asyncio.Task[Any]]()  # calls of the environment, in the rollout's loop
         self.fault: EnvironmentFault | None = None  # of environment or endpoint; ends the episode
 
     @property
@@ -120,9 +124,8 @@ class LoopPolicy:
 
     @property
     def busy_s(self) -> float:
-        """The seconds since the loop's last message, or 0 while it waits for one."""
-        is_open = self._num_asked > self._num_said or bool(self._acts)
-        return 0.0 if is_open else time.monotonic() - self._since
+        """The seconds since the loop last waited for something, or 0 while it does."""
+        return 0.0 if self._awaited else time.monotonic() - self._since
 
     async def message(
         self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] = ()
@@ -153,7 +156,7 @@ class LoopPolicy:
             answer = await future
             if self.is_over:
                 raise EpisodeOver(self.end or StopReason.COMPLETED)
-            self.arrived(asked, answer)
+            asked.has_arrived = True
             return answer.message
         finally:
             if not asked.has_arrived:
@@ -162,7 +165,7 @@ class LoopPolicy:
     def ask(self, **request: Any) -> Asked:
         """Ask for a message, in any thread; the arguments are those of Asked.
 
-        The messages are JSON in the usual form. The caller says when the message has `arrived`, or
+        The messages are JSON in the usual form. The caller says when the message `has_arrived`, or
         that it gives the message up; a message of which nothing is said is not trained. Raises
         ValueError for bad messages, and EpisodeOver.
         """
@@ -173,9 +176,30 @@ class LoopPolicy:
         asked.messages = [
             {key: message[key] for key in KEYS if key in message} for message in asked.messages
         ]
-        self._num_asked += 1
-        self._main.call_soon_threadsafe(self._take, asked)
+        asked.answer = self._begin(partial(self._next, asked))
         return asked
+
+    def _begin(self, make: Callable[[], Awaitable[Any]]) -> Future[Any]:
+        """Begin to make what the loop waits for, in the rollout's event loop."""
+        self._refuse_if_over()
+        future = asyncio.run_coroutine_threadsafe(self._made(make), self._main)
+        self._awaited.add(future)
+        future.add_done_callback(self._end_wait)
+        return future
+
+    def _end_wait(self, future: Future[Any]) -> None:
+        self._since = time.monotonic()
+        self._awaited.discard(future)
+
+    async def _made(self, make: Callable[[], Awaitable[Any]]) -> Any:
+        if self._is_closed:  # nobody waits any more
+            raise asyncio.CancelledError
+        try:
+            return await make()
+        except EnvironmentFault as fault:  # of the environment, or of an endpoint of the policy
+            self.fault = fault
+            self.end = StopReason.ENVIRONMENT_ERROR
+            raise EpisodeOver(self.end) from None
 
     async def num_prompt_tokens(self, messages: list[Message], tools: list[dict[str, Any]]) -> int:
         """Return the number of tokens of a conversation as a prompt, in any event loop."""
@@ -186,36 +210,11 @@ class LoopPolicy:
         counted = asyncio.run_coroutine_threadsafe(count(), self._main)
         return await asyncio.wrap_future(counted)
 
-    def arrived(self, asked: Asked, answer: Answer) -> None:
-        """Note that a message has reached the loop, in the loop's thread."""
-        asked.has_arrived = True
-        self.is_cut = answer.message["finish_reason"] == "length"
-
     def give_up(self, asked: Asked) -> None:
         """Take back a message that the loop does not wait for any more, in the loop's thread."""
         asked.has_arrived = False
         with suppress(RuntimeError):  # the rollout has ended
             self._main.call_soon_threadsafe(self._take_back, asked)
-
-    def _take(self, asked: Asked) -> None:
-        """Begin to make a message, in the rollout's event loop."""
-        self._asked = [a for a in self._asked if not a.has_arrived]
-        self._asked.append(asked)
-        asked.task = asyncio.create_task(self._next(asked))
-        asked.task.add_done_callback(lambda task: self._give(asked, task))
-
-    def _give(self, asked: Asked, task: asyncio.Task[Answer]) -> None:
-        """Give the loop what was made."""
-        self._num_said += 1
-        self._since = time.monotonic()
-        if task.cancelled():
-            asked.answer.cancel()
-        elif not asked.answer.set_running_or_notify_cancel():
-            task.exception()  # which nobody waits for
-        elif (error := task.exception()) is not None:
-            asked.answer.set_exception(error)
-        else:
-            asked.answer.set_result(task.result())
 
     def _take_back(self, asked: Asked) -> None:
         """Undo a message that has not reached the loop, so that it is not trained."""
@@ -231,33 +230,35 @@ class LoopPolicy:
         """Raise EpisodeOver if no further message is allowed."""
         if self.end is None and self._num_messages >= self._limits.max_turns:
             self.end = StopReason.MAX_TURNS
+        self._refuse_if_over()
+
+    def _refuse_if_over(self) -> None:
         if self.is_over or self.end is not None:
             raise EpisodeOver(self.end or StopReason.COMPLETED)
 
     async def _next(self, asked: Asked) -> Answer:
+        asked.task = asyncio.current_task()
+        if asked.is_taken_back:  # before it has begun
+            raise asyncio.CancelledError
         self._refuse_more()
         self._num_messages += 1
+        self._asked = [a for a in self._asked if not a.has_arrived]
+        self._asked.append(asked)
         conversation = self._conversation_of(asked)
         conversation.max_tokens, conversation.stop = asked.max_tokens, asked.stop
         self._wake()
-        try:
-            turn = await self._policy.message(conversation)
-        except EnvironmentFault as fault:  # of an endpoint that is the policy
-            raise self._failed(fault) from None
+        turn = await self._policy.message(conversation)
+        self.is_cut = turn is None or not (turn.finished or turn.at_stop)
         if turn is None:
-            self.is_cut = True
             raise EpisodeOver(StopReason.MAX_TOKENS)
         self._show(conversation.trajectory.messages[-1:])
         asked.is_malformed = bool(turn.parsed.malformed)
         self._first.num_malformed_calls += asked.is_malformed
         message = turn.parsed.message()
-        self._known[conversation] = Known(
-            messages=[*map(compared, (*asked.messages, message))],
-            asked=asked,
-            ended_by="" if turn.finished else "stop" if turn.at_stop else "cut",
-        )
-        is_whole = turn.finished or turn.at_stop
-        message = {**deepcopy(message), "finish_reason": "stop" if is_whole else "length"}
+        asked.history = [*map(compared, (*asked.messages, message))]
+        asked.ended_by = "" if turn.finished else "stop" if turn.at_stop else "cut"
+        self._known[conversation] = asked
+        message = {**deepcopy(message), "finish_reason": "length" if self.is_cut else "stop"}
         if turn.parsed.thoughts:
             message["reasoning_content"] = turn.parsed.thoughts
         return self._answer(asked, conversation, message)
@@ -290,8 +291,8 @@ class LoopPolicy:
             num_new = 0 if known.ended_by else _new_messages(known, messages)
             if num_new and conversation.schemas == asked.tools:
                 del self._known[conversation]  # until its next message is there
-                known.asked.has_arrived = True  # whoever goes on with it has it
-                known.asked.undo = None
+                known.has_arrived = True  # whoever goes on with it has it
+                known.undo = None
                 asked.before = known
                 asked.undo = self._undo(conversation, known)
                 new = asked.messages[-num_new:]
@@ -316,7 +317,7 @@ class LoopPolicy:
         for conversation, known in self._known.items():
             if _new_messages(known, messages):
                 return known.ended_by or "tools"
-            talked = [message for message in known.messages if message["role"] != "system"]
+            talked = [message for message in known.history if message["role"] != "system"]
             if conversation.schemas == tools and talk[: len(talked)] == talked:
                 return "system"
         return "history"
@@ -340,7 +341,7 @@ class LoopPolicy:
         self._conversations.append(conversation)
         return conversation
 
-    def _undo(self, conversation: Conversation, known: Known | str) -> Callable[[], None]:
+    def _undo(self, conversation: Conversation, known: Asked | str) -> Callable[[], None]:
         """Return what makes a conversation as it is now; `known` is what it then continues."""
         rewind = conversation.rewinder()
 
@@ -368,7 +369,7 @@ class LoopPolicy:
                 given = parse_json(arguments)
         if not isinstance(given, dict) or not is_plain([name, given]):
             raise ValueError(f"policy.call: {name} needs its arguments by name, as JSON has them")
-        result: Message = await self._act(partial(self._world.call, name, given))
+        result: Message = await self._act(partial(self._call, name, given))
         return result
 
     async def reply(self, text: str) -> str | None:
@@ -376,39 +377,21 @@ class LoopPolicy:
 
         Without a customer, it always is. Raises EpisodeOver if the episode is over.
         """
-        said: str | None = await self._act(partial(self._world.reply, writable(text)))
+        said: str | None = await self._act(partial(self._reply, writable(text)))
         return said
 
     async def _act(self, act: Callable[[], Awaitable[Act]]) -> Any:
-        """Let the environment act, in the rollout's event loop."""
+        """Let the environment act, in the rollout's event loop, after what it does already."""
         await asyncio.sleep(0)  # or a loop that goes on would block the event loop
-        if self.is_over or self.end is not None:
-            raise EpisodeOver(self.end or StopReason.COMPLETED)
-        return await asyncio.wrap_future(
-            asyncio.run_coroutine_threadsafe(self._acted(act), self._main)
-        )
+        return await asyncio.wrap_future(self._begin(partial(self._acted, act)))
 
     async def _acted(self, act: Callable[[], Awaitable[Act]]) -> Any:
-        task: Any = asyncio.current_task()
-        self._acts.add(task)
-        try:
-            async with self._in_turn:
-                if self.is_over or self.end is not None:
-                    raise EpisodeOver(self.end or StopReason.COMPLETED)
-                value, self.end = await act()
-                return value
-        except EnvironmentFault as fault:
-            raise self._failed(fault) from None
-        finally:
-            self._acts.remove(task)
-            self._since = time.monotonic()
+        async with self._in_turn:
+            self._refuse_if_over()
+            value, self.end = await act()
+            return value
 
-    def _failed(self, fault: EnvironmentFault) -> EpisodeOver:
-        self.fault = fault
-        self.end = StopReason.ENVIRONMENT_ERROR
-        return EpisodeOver(self.end)
-
-    def wait(self, awaitable: Coroutine[Any, Any, Value]) -> Value:
+    def wait(self, awaitable: Coroutine[Any, Any, Any]) -> Any:
         """Return what a method gives, to a loop that is not async: `wait(message(messages))`."""
         if asyncio._get_running_loop() is not None:
             awaitable.close()
@@ -426,29 +409,21 @@ class LoopPolicy:
         self._is_closed = True
         for conversation in self._conversations:
             self._policy.close(conversation)
-        for act in self._acts:
-            act.cancel()
+        for future in [*self._awaited]:
+            future.cancel()
 
 
-def is_refusal(error: BaseException | None) -> bool:
+def is_refusal(error: BaseException) -> bool:
     """Return whether an exception of a client, or its cause, tells a refusal of the address."""
-    if error is None:
-        return False
-    if isinstance(error, BaseExceptionGroup):
-        return any(map(is_refusal, error.exceptions))
-    of = (error, getattr(error, "response", None))
-    statuses = [getattr(x, n, None) for x in of for n in ("status_code", "status", "code")]
-    is_told = any(status in REFUSED + ENDS for status in statuses) or any(
-        c in str(error) for c in ENDS
-    )
-    return is_told or is_refusal(error.__cause__ or error.__context__)
+    text = "".join(format_exception(error))  # with all causes; clients show the body or the reason
+    return any(end in text for end in ENDS)
 
 
-def _new_messages(known: Known, messages: list[Message]) -> int:
+def _new_messages(known: Asked, messages: list[Message]) -> int:
     """Return the number of replies that messages add to a conversation; 0: they do not go on."""
-    size = len(known.messages)
+    size = len(known.history)
     is_reply = all(message["role"] in REPLIES for message in messages[size:])
-    return len(messages) - size if is_reply and messages[:size] == known.messages else 0
+    return len(messages) - size if is_reply and messages[:size] == known.history else 0
 
 
 def compared(message: Message) -> Message:

@@ -224,12 +224,7 @@ class SamplerPolicy:
             return None
         future = asyncio.get_running_loop().create_future()
         self._waiting[conversation] = future
-        try:
-            sampled: Sampled = await future
-        except asyncio.CancelledError:  # a user's loop was late, or gave the message up
-            if self._waiting.get(conversation, future) is future:  # else it asks anew already
-                self.close(conversation)
-            raise
+        sampled: Sampled = await future
         if (until := self._until_stop(sampled, conversation.stop)) is not None:
             size, text = until
             self.close(conversation)  # what was sampled behind the text has never been

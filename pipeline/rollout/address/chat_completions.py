@@ -112,10 +112,7 @@ def events(answers: Sequence[Answer], request: Request) -> Iterator[Event]:
         if message["content"]:
             yield chunk(index, {"content": message["content"]}, logprobs=choice["logprobs"])
         for number, call in enumerate(message.get("tool_calls", ())):
-            begun = {**call, "index": number, "function": {**call["function"], "arguments": ""}}
-            yield chunk(index, {"tool_calls": [begun]})
-            rest = {"arguments": call["function"]["arguments"]}
-            yield chunk(index, {"tool_calls": [{"index": number, "function": rest}]})
+            yield chunk(index, {"tool_calls": [{**call, "index": number}]})
         more = {"token_ids": choice["token_ids"]} if "token_ids" in choice else {}
         yield chunk(index, {}, choice["finish_reason"], **more)
     options = request.body.get("stream_options")

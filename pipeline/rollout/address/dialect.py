@@ -9,6 +9,7 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Any
 
 from pipeline.common.untrusted import shown
@@ -79,32 +80,27 @@ def conversation(messages: Sequence[Message]) -> list[Message]:
 
     They are put in the order of the calls, as programs may report them in any order.
     """
-    names = dict[str, str]()
-    places = dict[str, int]()
+    calls = dict[str, tuple[int, str]]()  # place and name of a call, by its id
     talk = list[Message]()
-    results = list[tuple[int, Message]]()
-    end: Message = {"role": ""}
-    for message in [*messages, end]:
-        if message["role"] == "tool":
-            call_id = message.get("tool_call_id", "")
-            name = message.get("name") or names.get(call_id)
-            result = {"role": "tool", "content": message["content"]}
-            place = places.get(call_id, len(places))
-            results.append((place, {**result, "name": name} if name else result))
-            continue
-        talk += [result for _, result in sorted(results, key=lambda pair: pair[0])]
-        results = []
-        calls = message.get("tool_calls") or []
-        if calls:
-            places = {call["id"]: place for place, call in enumerate(calls)}
-            names |= {call["id"]: call["function"]["name"] for call in calls}
-        kept = {k: v for k, v in message.items() if k in ("role", "content", "name") and v}
-        functions = [{"type": "function", "function": call["function"]} for call in calls]
-        talk.append({"content": "", **kept, **({"tool_calls": functions} if calls else {})})
-    *usual, _ = with_usual_messages(talk)
+    for is_result, group in groupby(messages, lambda message: message["role"] == "tool"):
+        some = list(group)
+        if is_result:
+            some.sort(key=lambda m: calls.get(m.get("tool_call_id", ""), (len(calls), ""))[0])
+        for message in some:
+            made = message.get("tool_calls") or []
+            calls |= {call["id"]: (n, call["function"]["name"]) for n, call in enumerate(made)}
+            _, name = calls.get(message.get("tool_call_id", ""), (0, ""))
+            kept = {
+                "role": message["role"],
+                "content": message.get("content") or "",
+                "name": message.get("name") or name,
+                "tool_calls": [{"type": "function", "function": c["function"]} for c in made],
+            }
+            talk.append({k: v for k, v in kept.items() if v or k == "content"})
+    usual = with_usual_messages(talk)
     if usual and usual[-1]["role"] == "assistant":
         raise Refusal(400, "got a last message of the assistant; the policy begins its own")
-    return usual
+    return list(usual)
 
 
 def call_of(call_id: Any, name: str, arguments: Any) -> Body:

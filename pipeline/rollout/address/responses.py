@@ -70,18 +70,21 @@ def _messages_of(body: Body) -> list[Body]:
 
 
 def _items(answer: Answer, request: Request) -> list[Body]:
-    calls = calls_of(answer, request)
     text = answer.message["content"]
-    items = list[Body]()
-    if text or not calls:
-        part = {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
-        item = {"id": f"msg_{answer.key}", "type": "message", "role": "assistant"}
-        items.append({**item, "status": "completed", "content": [part]})
-    for call_id, name, arguments in calls:
-        item = {"id": f"fc_{answer.key}_{call_id}", "type": "function_call", "call_id": call_id}
-        item |= {"name": name, "arguments": as_text(arguments), "status": "completed"}
-        items.append(item)
-    return items
+    part = {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+    said = {"id": f"msg_{answer.key}", "type": "message", "role": "assistant", "content": [part]}
+    calls = [
+        {
+            "id": f"fc_{answer.key}_{call_id}",
+            "type": "function_call",
+            "call_id": call_id,
+            "name": name,
+            "arguments": as_text(arguments),
+        }
+        for call_id, name, arguments in calls_of(answer, request)
+    ]
+    items = [said, *calls] if text or not calls else calls
+    return [{**item, "status": "completed"} for item in items]
 
 
 def whole(answers: Sequence[Answer], request: Request) -> Body:

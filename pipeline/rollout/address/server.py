@@ -105,8 +105,14 @@ class Address:
         return kept
 
     def _ask(self, request: Request, http: web.Request) -> Kept:
-        words = [request.messages, request.tools, request.n, request.max_tokens, request.stop]
-        key = json.dumps(words)  # the same for a request that is sent again
+        wanted = {
+            "messages": request.messages,
+            "tools": request.tools,
+            "max_tokens": request.max_tokens,
+            "stop": request.stop,
+            "with_texts": bool(request.body.get("logprobs")),
+        }
+        key = json.dumps([request.n, wanted])  # the same for a request that is sent again
         same = [kept for kept in self.kept[key] if not kept.is_taken_back]
         again = http.headers.get("x-stainless-retry-count", "0") != "0"
         for kept in [kept for kept in same if kept.is_lost] or same[-1:] * again:
@@ -114,15 +120,7 @@ class Address:
             return kept
         kept = Kept([], http)
         for _ in range(request.n):
-            asked = self.policy.ask(
-                messages=request.messages,
-                tools=request.tools,
-                max_tokens=request.max_tokens,
-                stop=request.stop,
-                with_texts=bool(request.body.get("logprobs")),
-                is_lost=lambda: kept.is_lost,
-            )
-            kept.asked.append(asked)
+            kept.asked.append(self.policy.ask(**wanted, is_lost=lambda: kept.is_lost))
         self.kept[key] = [*same, kept]
         return kept
 
