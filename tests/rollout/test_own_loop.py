@@ -396,7 +396,8 @@ def test_a_message_that_is_asked_for_again_at_once_continues_the_same_sequence(n
         lost.cancel()
         goes_on.set()
         again = policy.ask(messages=with_usual_messages(messages), tools=[])
-        policy.arrived(again, again.answer.result(20))  # the cancelled task cannot end before
+        again.answer.result(20)  # the cancelled task cannot end before
+        again.has_arrived = True
         return 1.0
 
     episode, sampler = play_held(loop, [say("a")] * 3, [say("b")] * 3, held=1 + num_said)
