@@ -59,6 +59,14 @@ class AgentProcess:
             _end(guard)  # a thread cannot be interrupted
 
     def _run(self, guard: Any, policy: Any, task: Task) -> Any:
+        # The server has set NO_PROXY in this process, so that proxies are for other hosts.
+        variables = {
+            "OPENAI_BASE_URL": policy.base_url,
+            "OPENAI_API_BASE": policy.base_url,
+            "OPENAI_API_KEY": policy.api_key,
+            "ANTHROPIC_BASE_URL": policy.base_url.removesuffix("/v1"),
+            "ANTHROPIC_API_KEY": policy.api_key,
+        }
         row = task.row() | ({"tools": policy.tools} if policy.tools else {})
         with guard, TemporaryFile() as given:  # a pipe may be full
             given.write(json.dumps(row).encode() + b"\n")
@@ -68,7 +76,7 @@ class AgentProcess:
                 stdin=given,
                 stdout=PIPE,
                 stderr=PIPE,
-                env=os.environ | variables_of(policy),
+                env=os.environ | variables,
                 process_group=guard.pid,
             ) as process:
                 try:
@@ -128,21 +136,6 @@ def _end(guard: Any) -> None:
     with suppress(OSError, ValueError):  # it has ended
         guard.stdin.write(b"\n")
         guard.stdin.close()
-
-
-def variables_of(policy: Any) -> dict[str, str]:
-    """Return the variables in which clients look for the address and the key.
-
-    The server has set NO_PROXY in this process, so that proxies are for other hosts.
-    """
-    url = policy.base_url
-    return {
-        "OPENAI_BASE_URL": url,
-        "OPENAI_API_BASE": url,
-        "OPENAI_API_KEY": policy.api_key,
-        "ANTHROPIC_BASE_URL": url.removesuffix("/v1"),
-        "ANTHROPIC_API_KEY": policy.api_key,
-    }
 
 
 def agent_process(where: str, command: str, prints_reward: bool) -> AgentProcess:

@@ -156,23 +156,28 @@ def load_domains(config: Config) -> dict[str, Domain]:
     """Return {name: domain} in the order of `data.domains`; raises UserError if a domain is bad."""
     known = known_domains(config)
     own = domains_of_user(config.data)
-    domains = dict[str, Domain]()
-    for name in config.data.domains:
-        domain = _load(name, known[name], config)
-        module = known[name].factory.partition(":")[0]
-        domains[name] = replace(domain, module=module, is_own=name in own)
-        if target := config.data.agents.get(name):
-            domains[name] = _with_agent(domains[name], target, bool(config.data.reward_funcs))
-    return domains
+    return {
+        name: _with_agent(
+            replace(
+                _load(name, known[name], config),
+                module=known[name].factory.partition(":")[0],
+                is_own=name in own,
+            ),
+            config,
+        )
+        for name in config.data.domains
+    }
 
 
-def _with_agent(domain: Domain, target: str, has_functions: bool) -> Domain:
+def _with_agent(domain: Domain, config: Config) -> Domain:
     """Return a domain whose episodes are played by what `agents` names. Raises UserError."""
+    if (target := config.data.agents.get(domain.name)) is None:
+        return domain
     where = f"agents: {domain.name}: got {target!r}"
     if domain.loop is not None:
         raise UserError(f"{where}, but its environment is a loop itself; take one of the two out")
     if not IMPORT_STRING.fullmatch(target):
-        prints_reward = not has_functions and not domain.has_get_reward
+        prints_reward = not config.data.reward_funcs and not domain.has_get_reward
         return replace(domain, loop=agent_process(where, target, prints_reward))
     _, loop = imported(where, target)
     if not is_loop(loop):

@@ -285,10 +285,10 @@ def _sequences_in_training(run: RunData) -> Rows:
         for domain, counts in stage.get("sequences", {}).items():
             totals[domain] += Counter(counts)
     causes = dict.fromkeys(cause for of in totals.values() for cause in of if cause != "episodes")
-    rows = []
-    for domain, of in totals.items():
-        per_episode = of.total() / of["episodes"]
-        rows.append([domain, f"{per_episode:.2f}", *(str(of[cause]) for cause in causes)])
+    rows = [
+        [domain, f"{of.total() / of['episodes']:.2f}", *(str(of[cause]) for cause in causes)]
+        for domain, of in totals.items()
+    ]
     return [["domain", "sequences of an episode", *causes], *rows] if causes else []
 
 

@@ -18,9 +18,9 @@ from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from copy import deepcopy
-from functools import partial
+from functools import cached_property, partial
 from traceback import format_exception
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 from pipeline.common.untrusted import is_plain, parse_json, shown
 from pipeline.config.settings import RolloutSettings
@@ -86,7 +86,6 @@ class LoopPolicy:
         self._starts = Counter[str]()  # number of conversations that began with the same messages
         self._unsaid = defaultdict[str, list[Conversation]](list)  # ... whose first was taken back
         self._num_messages = 0
-        self._address: Any = None  # where other programs ask for messages, if the loop uses it
         self.is_over = False  # whether the loop has ended
         self._is_closed = False
         self.end: StopReason | None = None  # the limit that was reached
@@ -108,19 +107,18 @@ class LoopPolicy:
 
         For Anthropic's clients, take its `/v1` off. Raises UserError if aiohttp is not installed.
         """
-        return self._served().base_url
+        return str(self._address.base_url)
 
     @property
     def api_key(self) -> str:
         """The key of `base_url`."""
-        return self._served().key
+        return str(self._address.key)
 
-    def _served(self) -> Any:
-        if self._address is None:
-            from pipeline.rollout.address.server import address_of  # needs aiohttp
+    @cached_property
+    def _address(self) -> Any:
+        from pipeline.rollout.address.server import address_of  # needs aiohttp
 
-            self._address = address_of(self)
-        return self._address
+        return address_of(self)
 
     @property
     def busy_s(self) -> float:
@@ -369,16 +367,14 @@ class LoopPolicy:
                 given = parse_json(arguments)
         if not isinstance(given, dict) or not is_plain([name, given]):
             raise ValueError(f"policy.call: {name} needs its arguments by name, as JSON has them")
-        result: Message = await self._act(partial(self._call, name, given))
-        return result
+        return cast("Message", await self._act(partial(self._call, name, given)))
 
     async def reply(self, text: str) -> str | None:
         """Return the simulated customer's answer to a text; None: it was the final message.
 
         Without a customer, it always is. Raises EpisodeOver if the episode is over.
         """
-        said: str | None = await self._act(partial(self._reply, writable(text)))
-        return said
+        return cast("str | None", await self._act(partial(self._reply, writable(text))))
 
     async def _act(self, act: Callable[[], Awaitable[Act]]) -> Any:
         """Let the environment act, in the rollout's event loop, after what it does already."""
@@ -401,8 +397,8 @@ class LoopPolicy:
     def close(self) -> None:
         """End all conversations; whoever asks for another message gets an EpisodeOver."""
         self.is_over = True
-        if self._address is not None:
-            self._address.close()
+        if address := vars(self).get("_address"):  # if the loop has used it
+            address.close()
         for asked in self._asked:
             if not asked.has_arrived:
                 self._take_back(asked)

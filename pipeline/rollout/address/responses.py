@@ -93,13 +93,18 @@ def whole(answers: Sequence[Answer], request: Request) -> Body:
     is_cut = answers[0].message["finish_reason"] == "length"
     prompt, completion = usage_of(answers)
     return {
-        **{"id": f"resp_{answers[0].key}", "object": "response", "created_at": int(time.time())},
+        "id": f"resp_{answers[0].key}",
+        "object": "response",
+        "created_at": int(time.time()),
         "status": "incomplete" if is_cut else "completed",
         "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
         "output": _items(answers[0], request),
-        **{"model": body.get("model") or "policy", "instructions": body.get("instructions")},
-        **{"error": None, "metadata": body.get("metadata") or {}},
-        **{"temperature": 1.0, "top_p": 1.0},
+        "model": body.get("model") or "policy",
+        "instructions": body.get("instructions"),
+        "error": None,
+        "metadata": body.get("metadata") or {},
+        "temperature": 1.0,
+        "top_p": 1.0,
         "parallel_tool_calls": body.get("parallel_tool_calls", True),
         "tool_choice": body.get("tool_choice") or "auto",
         "tools": body.get("tools") or [],
