@@ -44,35 +44,14 @@ Handler = Callable[[web.Request, "Address"], Awaitable[web.StreamResponse]]
 
 
 @dataclass(eq=False)
-class Kept:
-    """The messages of a request, for whoever fetches them."""
-
-    asked: list[Asked]
-    waits: web.Request  # the latest request for them
-
-    def deliver(self) -> None:
-        """Note whether the messages reach their agent."""
-        for asked in self.asked:
-            asked.has_arrived = not is_gone(self.waits)
-
-    @property
-    def is_lost(self) -> bool:
-        """Whether nobody waits for the messages any more, and nobody has got them."""
-        return is_gone(self.waits) and not any(asked.has_arrived for asked in self.asked)
-
-    @property
-    def is_taken_back(self) -> bool:
-        return any(asked.is_taken_back for asked in self.asked)
-
-
-@dataclass(eq=False)
 class Address:
     """Where the agent of one episode finds the policy."""
 
     policy: Any  # a LoopPolicy
     server: "Server"
     key: str = field(default_factory=lambda: f"sk-{secrets.token_urlsafe(24)}")
-    kept: dict[str, list[Kept]] = field(default_factory=lambda: defaultdict(list))
+    # What was asked for by each request that was ever sent, for whoever sends an equal one.
+    kept: dict[str, list[list[Asked]]] = field(default_factory=lambda: defaultdict(list))
 
     @property
     def base_url(self) -> str:
@@ -80,31 +59,32 @@ class Address:
 
     async def fetch(
         self, request: Request, http: web.Request, response: web.StreamResponse, sign: bytes
-    ) -> Kept:
+    ) -> list[Asked]:
         """Return the messages of a request; until they are made, send signs of life.
 
         Raises EpisodeOver, ValueError or CancelledError.
         """
         while True:
-            kept = self._ask(request, http)
-            made = asyncio.gather(
-                *(asyncio.wrap_future(asked.answer) for asked in kept.asked), return_exceptions=True
+            made = self._ask(request, http)
+            results = asyncio.gather(
+                *(asyncio.wrap_future(asked.answer) for asked in made), return_exceptions=True
             )
             while not (
-                await asyncio.wait({made}, timeout=SIGN_S if response.prepared else FIRST_SIGN_S)
+                await asyncio.wait({results}, timeout=SIGN_S if response.prepared else FIRST_SIGN_S)
             )[0]:
                 await send(http, response, sign)
             # What a client had given up may have been taken back while another one came for it.
-            if not kept.is_taken_back or self.policy.is_over or is_gone(http):
+            is_made = not any(asked.is_taken_back for asked in made)
+            if is_made or self.policy.is_over or is_gone(http):
                 break
-        for result in made.result():
+        for result in results.result():
             if isinstance(result, BaseException):
-                for asked in kept.asked:  # what they continue may be told otherwise
+                for asked in made:  # what they continue may be told otherwise
                     self.policy.give_up(asked)
                 raise result
-        return kept
+        return made
 
-    def _ask(self, request: Request, http: web.Request) -> Kept:
+    def _ask(self, request: Request, http: web.Request) -> list[Asked]:
         wanted = {
             "messages": request.messages,
             "tools": request.tools,
@@ -113,16 +93,16 @@ class Address:
             "with_texts": bool(request.body.get("logprobs")),
         }
         key = json.dumps([request.n, wanted])  # the same for a request that is sent again
-        same = [kept for kept in self.kept[key] if not kept.is_taken_back]
+        same = [made for made in self.kept[key] if not any(one.is_taken_back for one in made)]
+        lost = [made for made in same if all(a.is_lost() and not a.has_arrived for a in made)]
         again = http.headers.get("x-stainless-retry-count", "0") != "0"
-        for kept in [kept for kept in same if kept.is_lost] or same[-1:] * again:
-            kept.waits = http
-            return kept
-        kept = Kept([], http)
-        for _ in range(request.n):
-            kept.asked.append(self.policy.ask(**wanted, is_lost=lambda: kept.is_lost))
-        self.kept[key] = [*same, kept]
-        return kept
+        for made in lost or same[-1:] * again:
+            for asked in made:
+                asked.is_lost = partial(is_gone, http)
+            return made
+        made = [self.policy.ask(**wanted, is_lost=partial(is_gone, http)) for _ in range(request.n)]
+        self.kept[key] = [*same, made]
+        return made
 
     def close(self) -> None:
         """End the episode, in any thread."""
@@ -208,7 +188,7 @@ class Server:
         response = web.StreamResponse(headers={"Content-Type": kind, **NO_RETRY})
         sign = b": wait\n\n" if is_stream else b" "  # of life, which clients skip
         try:
-            kept = await address.fetch(request, http, response, sign)
+            made = await address.fetch(request, http, response, sign)
         except (Exception, asyncio.CancelledError) as error:
             refusal = self._refusal(error, address)
             if not response.prepared:
@@ -219,14 +199,14 @@ class Server:
             elif http.transport is not None:  # the status is sent; a new try gets the error
                 http.transport.abort()
             return response
-        answers = [asked.answer.result() for asked in kept.asked]
+        answers = [asked.answer.result() for asked in made]
         if is_stream:
             reply = b"".join(event_of(*event) for event in dialect.events(answers, request))
         else:
             reply = json.dumps(dialect.whole(answers, request)).encode()
-        kept.deliver()  # before it is sent: who has it may end the episode
+        deliver(made)  # before it is sent: who has it may end the episode
         await send(http, response, reply)
-        kept.deliver()
+        deliver(made)
         return response
 
     def _refusal(self, error: BaseException, address: Address) -> Refusal:
@@ -265,6 +245,12 @@ class Server:
     async def _nothing(self, http: web.Request, address: Address) -> web.StreamResponse:
         paths = ", ".join(dialect.PATH for dialect in DIALECTS)
         raise Refusal(404, f"{http.method} {http.path}: not here; POST {paths}", "not_found")
+
+
+def deliver(made: list[Asked]) -> None:
+    """Note whether messages reach their agent."""
+    for asked in made:
+        asked.has_arrived = not asked.is_lost()
 
 
 def dialect_of(http: web.Request) -> Any:
