@@ -28,6 +28,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
 from pipeline.common.errors import UserError
 
+ALIGNMENT = 64  # bytes, of the address of a new tensor on a CPU
 PART = 4096  # rows or columns that a CPU converts to float32 at once
 FIXED = "fixed"  # a rope_type for which transformers does not change the rotary factors
 
@@ -229,6 +230,18 @@ def recompute_layers(model: Any) -> None:
         )
     for layer in (layer for layer in layers if not isinstance(layer.forward, partial)):
         layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
+
+
+@torch.no_grad()
+def align(model: Any) -> None:
+    """Move weights on a CPU to addresses such as new tensors have.
+
+    What is read from a file stands where it stands in the file. On some CPUs, the rounding of
+    products depends on addresses.
+    """
+    for tensor in (*model.parameters(), *model.buffers()):
+        if tensor.device.type == "cpu" and tensor.data_ptr() % ALIGNMENT:
+            tensor.data = tensor.data.clone()
 
 
 @torch.no_grad()

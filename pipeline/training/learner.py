@@ -15,7 +15,7 @@ from pipeline.environments.domains import Domain
 from pipeline.environments.faults import FaultLog
 from pipeline.models import lora
 from pipeline.models.chat.template import Chat
-from pipeline.models.layers import fix_rotary, outer_layers, recompute_layers
+from pipeline.models.layers import align, fix_rotary, outer_layers, recompute_layers
 from pipeline.models.sampling_copy import trained_weights
 from pipeline.rollout.rollout import Rollout, SamplerPolicy
 from pipeline.rollout.samplers.choice import Sampler
@@ -97,7 +97,9 @@ class Learner:
         self.updater: Updater | None = None
         self._prompt = list[int]()  # of `check_agreement`
         self.note = fix_rotary(model, config.rollout.max_tokens)  # for the user, or empty
-        self.model = model.to(accelerator.device)
+        self.model = model.to(accelerator.device)  # of one rank without a copy, of several with one
+        if config.run.deterministic:
+            align(self.model)
         self.sharded: Sharded | None = None  # the model, once it is spread over the ranks
         self._make_sampler = make_sampler
         self._probe = WeightProbe(chat, dtype_of(config.model))

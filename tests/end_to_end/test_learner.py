@@ -14,6 +14,7 @@ from pipeline.config.cli import parse
 from pipeline.config.settings import ModelSettings
 from pipeline.distributed.ranks import parameter_hash
 from pipeline.models import lora
+from pipeline.models.layers import ALIGNMENT
 from pipeline.models.tiny import tiny_model
 from pipeline.run import main as command
 from pipeline.train import train
@@ -47,6 +48,33 @@ def move(module, by=0.05):
 @torch.no_grad()
 def spoken(module):
     return module(BATCH)[0]
+
+
+# Where weights are
+
+
+def addresses_of(folder, *flags):
+    """The addresses of a run's weights on this rank, in bytes after a new tensor's."""
+    if os.environ["WORLD_SIZE"] == "1":  # one rank without a launcher copies nothing by itself
+        for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+            del os.environ[name]
+    flags = ["--model", str(folder), "--domains", "airline", "--max-tokens", "600", *flags]
+    run = start_run(folder / "out", *flags, "--report-to", "none")
+    models = run.learner.model, run.learner.sampling.sampler.model
+    return {p.data_ptr() % ALIGNMENT for model in models for p in model.parameters()}
+
+
+def test_deterministic_ranks_have_the_weights_of_a_folder_where_new_tensors_are(tmp_path):
+    """Products of some CPUs round by addresses: MKL_ENABLE_INSTRUCTIONS=SSE4_2 shows it."""
+    tiny_model(tokenizer(), seed=1).save_pretrained(tmp_path)
+    tokenizer().save_pretrained(tmp_path)
+    plain = play_ranks(addresses_of, 1, tmp_path)
+    assert plain != [{0}], "the file's weights are there by chance"
+    shutil.rmtree(tmp_path / "out")
+    for num_ranks in (1, 2):
+        found = play_ranks(addresses_of, num_ranks, tmp_path, "--deterministic")
+        assert found == [{0}] * num_ranks
+        shutil.rmtree(tmp_path / "out")
 
 
 # The reference
