@@ -12,7 +12,6 @@ import os
 import selectors
 import shlex
 import signal
-from collections.abc import Sequence
 from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
@@ -45,11 +44,10 @@ class AgentProcess:
     model could print itself a reward. `errors` is the end of the latest standard error.
     """
 
-    def __init__(self, command: str, words: Sequence[str], prints_reward: bool) -> None:
+    def __init__(self, command: str, prints_reward: bool) -> None:
         self.__name__ = command
         self.prints_reward = prints_reward
         self.errors = ""
-        self._words = list(words)
 
     async def __call__(self, policy: Any, task: Task) -> Any:
         guard: Any = Popen(GUARD, stdin=PIPE, stdout=DEVNULL, stderr=DEVNULL, process_group=0)
@@ -72,7 +70,7 @@ class AgentProcess:
             given.write(json.dumps(row).encode() + b"\n")
             given.seek(0)
             with Popen(
-                self._words,
+                shlex.split(self.__name__),
                 stdin=given,
                 stdout=PIPE,
                 stderr=PIPE,
@@ -154,7 +152,7 @@ def agent_process(where: str, command: str, prints_reward: bool) -> AgentProcess
         raise UserError(
             f"{where}, and an agent in a process needs aiohttp; install three-domain-grpo[agents]"
         )
-    return AgentProcess(command, words, prints_reward)
+    return AgentProcess(command, prints_reward)
 
 
 def files_of(command: str) -> list[Path]:

@@ -137,6 +137,7 @@ class LoopPolicy:
         if a conversation has no room for a message (`max_tokens`), and after `max_turns` messages
         of all conversations together.
         """
+        await asyncio.sleep(0)  # or a loop that asks on would block the event loop
         conversation = with_usual_messages(deepcopy(list(messages)))
         schemas = deepcopy(list(tools or ()))
         try:
@@ -145,9 +146,6 @@ class LoopPolicy:
                 raise ValueError("it holds what JSON cannot, such as NaN or half a character")
         except ValueError as error:
             raise ValueError(f"policy.message: {error}") from None
-        except EpisodeOver:
-            await asyncio.sleep(0)  # or a loop that asks on would block the event loop
-            raise
         future = asyncio.wrap_future(asked.answer)
         asked.is_lost = future.cancelled  # at once, and before `give_up`
         try:

@@ -229,8 +229,7 @@ class SamplerPolicy:
             size, text = until
             self.close(conversation)  # what was sampled behind the text has never been
             conversation.sequence.append(sampled.ids[:size], sampled.logprobs[:size])
-            said = Said(parsed=Parsed(content=text), finished=False, at_stop=True)
-            return conversation.add(said)
+            return conversation.add(Said(parsed=Parsed(content=text), finished=False, at_stop=True))
         conversation.sequence.append(sampled.ids, sampled.logprobs)
         return conversation.add(self._said(sampled, conversation))
 
