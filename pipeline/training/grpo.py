@@ -16,8 +16,9 @@ formula, and the weight of each token in the loss.
 tokens with a clipped ratio: `loss = -stop_gradient(min(ratio, epsilon_high)) * advantages *
 logprobs`. This pipeline's cispo limits the ratio to `epsilon_high`, as do ScaleRL (2025, arXiv
 2510.13786) and TRL, but MiniMax-M1 limits the ratio to `1 + epsilon_high`.
-`importance_sampling_level: sequence` gives all tokens of an episode the ratio `exp(mean(logprobs -
-old_logprobs))` (GSPO, Zheng et al. 2025, arXiv 2507.18071, equation 7). `use_bias_correction_kl`
+`importance_sampling_level: sequence` gives all tokens of a sequence the ratio `exp(mean(logprobs -
+old_logprobs))` (GSPO, Zheng et al. 2025, arXiv 2507.18071, equation 7); an episode of several
+sequences has several ratios. `use_bias_correction_kl`
 (default: false; in TRL 1.16: true) multiplies the KL estimate by the ratio (DeepSeek-V3.2, 2025,
 arXiv 2512.02556). The loss also has TRL's term `-entropy_coef * mean(entropy of a step)`.
 
