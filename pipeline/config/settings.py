@@ -326,7 +326,7 @@ class GRPOSettings(Section):
     loss_type: Literal[*LOSSES] = field(  # type: ignore[invalid-literal]
         "dapo", "the loss and its normalisation, as in TRL"
     )
-    importance_sampling_level: RatioLevel = field("token", "a ratio per token, or episode (GSPO)")
+    importance_sampling_level: RatioLevel = field("token", "a ratio per token, or sequence (GSPO)")
     scale_rewards: Literal["group", "batch", "none"] = field("group", "divisor of the advantages")
     domain_advantage_scale: PositiveWeights = field(
         {}, "factors of advantages, by domain; missing: 1"
