@@ -56,3 +56,4 @@ class Asked:
     is_malformed: bool = False
     is_taken_back: bool = False
     has_arrived: bool = False  # set in the loop's thread
+    is_unread: bool = False  # whether its client left as it was sent; the next one may get it

@@ -146,16 +146,19 @@ async def play_cheaply(policy: Any, task: Task) -> float:
 
 
 class CountingSampler(RowSampler):
-    """Counts the messages, and takes `slow_s` more for each of its first `num_slow` calls."""
+    """Counts messages. The first `num_slow` calls take `slow_s` more, and wait for `is_held`."""
 
     num_messages = 0
     num_slow = 0
     slow_s = 0.7
+    is_held: Callable[[], bool] | None = None
 
     def sample(self, *arguments: Any, **settings: Any) -> Any:
         if self.num_slow > 0:
             self.num_slow -= 1
             time.sleep(self.slow_s)
+            while self.is_held is not None and self.is_held():
+                time.sleep(0.05)
         messages = super().sample(*arguments, **settings)
         self.num_messages += sum(message is not None for message in messages)
         return messages

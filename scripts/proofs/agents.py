@@ -39,6 +39,7 @@ sys.path.pop(0)  # this folder: a client's package is called `agents`, too
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from scripts.bench.common import ROOT, finish_run, machine, parser_of, start_run, write_json
+from scripts.proofs import agents_clients
 from scripts.proofs.agents_clients import AGENTS, QUESTION, SYSTEM, Agent, Script, loop_of
 from scripts.proofs.agents_recording import Exchange, fault_of, recording
 
@@ -49,10 +50,11 @@ PACKAGES = (
 ENVIRONMENT = ROOT / "runs" / "agents-environment"
 CLOSE = 1e-5  # nats, of log-probabilities where sums are rounded otherwise
 SHORT = (
-    "--tasks-per-step 4 --num-generations 6 --max-steps 3 --save-steps 1 --learning-rate 1e-4 "
+    "--tasks-per-step 4 --num-generations 6 --max-steps 3 --save-steps 1 --learning-rate 1e-5 "
     "--eval-tasks-per-domain 4 --eval-trials 1 --validation-steps 0 --warm-start-steps 0 "
     "--report-to none --domains desk --max-error-rate 0"
 )
+TASKS, GROUP = 4, 8  # of a rollout in this process
 LOOPS = "scripts.proofs.agents_airline"
 TRAINED = "scripts.proofs.agents_clients:play"
 
@@ -202,33 +204,68 @@ def write_recording(agent: Agent, folder: Path, requests: list[dict[str, Any]]) 
 # Each agent trains
 
 
+LENGTHS = (
+    "--warm-start-steps 0 --validation-steps 0 --eval-tasks-per-domain 2 --eval-trials 1 "
+    "--num-generations 6 --max-turns 4 --max-tokens-per-turn 256 --max-tokens 4096 --num-gpus 1 "
+    "--learning-rate 1e-3 --report-to none"
+)
+PROGRAMS = {
+    "curl": f"bash {agents_clients.PROGRAMS}/agent.sh",
+    "node": f"node {agents_clients.PROGRAMS}/agent.js",
+    "python": f"{sys.executable} {agents_clients.PROGRAMS}/global_client.py",
+}
+
+
 def train_all(folder: Path, options: Any) -> Iterator[Row]:
-    """A run whose tasks go through the agents, from a model that knows two answers of each."""
+    """Runs from a model that knows two answers of each agent.
+
+    In the first, the tasks go through the agents. In the second, programs play in processes.
+    """
     teach(folder / "taught")
     count = len(AGENTS)
-    flags = (
-        f"--domains clients --model {folder / 'taught'} --output-dir {folder / 'clients'} "
-        f"--tasks-per-domain {count} --tasks-per-step {count} --num-generations 6 --max-steps 2 "
-        "--warm-start-steps 0 --validation-steps 0 --eval-tasks-per-domain 2 --eval-trials 1 "
-        "--max-turns 4 --max-tokens-per-turn 256 --max-tokens 4096 --report-to none "
-        "--learning-rate 1e-3 --num-gpus 1"
-    )
-    finish([*flags.split(), "--environments", f"{{clients: {TRAINED}}}"], folder / "clients.log")
-    steps = exact(folder / "clients")
-    by_agent = defaultdict[str, list[Any]](list)
-    for name, episodes in steps.items():
-        if not name.startswith("evaluation"):
-            for task, trial, sequences, end in episodes:
-                by_agent[task.partition("/")[0]].append((name, trial, sequences, end))
+    flags = [
+        *f"--domains clients --tasks-per-domain {count} --tasks-per-step {count}".split(),
+        *("--max-steps", "2", "--environments", f"{{clients: {TRAINED}}}"),
+    ]
+    found = trained(flags, folder / "clients")
     for name in AGENTS:
-        yield trained_row(name, by_agent[name])
-    lines = (folder / "clients" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+        yield trained_row(f"{name} trains", found[name], 12)
+    flags = ["--domains", ",".join(PROGRAMS), "--agents", json.dumps(PROGRAMS)]
+    flags += ["--tasks", json.dumps({name: write_tasks(folder, name) for name in PROGRAMS})]
+    flags += ["--reward-funcs", "scripts.proofs.agents_clients:is_blue", "--curriculum", "mixed"]
+    flags += ["--max-steps", "2", "--tasks-per-step", str(len(PROGRAMS))]
+    found = trained(flags, folder / "programs")
+    for name in PROGRAMS:
+        yield trained_row(f"{name} trains in processes of its own", found[name], 6)
+
+
+def trained(flags: Sequence[str], folder: Path) -> dict[str, list[Any]]:
+    """Make a run; return the episodes of its steps by the first word of their tasks."""
+    model = folder.with_name("taught")
+    given = [*LENGTHS.split(), "--model", str(model), "--output-dir", str(folder)]
+    finish([*given, *flags], folder.with_suffix(".log"))
+    lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     norms = [row["train/grad_norm"] for row in map(json.loads, lines) if "train/grad_norm" in row]
-    text = ", ".join(f"{norm:.3g}" for norm in norms)
-    yield Row("all agents, the run", f"gradient norms {text}", len(norms) == 2 and min(norms) > 0)
+    if not norms or min(norms) == 0:
+        raise RuntimeError(f"{folder.name}: gradient norms {norms}")
+    found = defaultdict[str, list[Any]](list)
+    for name, episodes in exact(folder).items():
+        for task, trial, sequences, end in episodes if "evaluation" not in name else ():
+            found[task.partition("/")[0]].append((name, trial, sequences, end))
+    return found
 
 
-def trained_row(name: str, episodes: Sequence[Any]) -> Row:
+def write_tasks(folder: Path, name: str) -> str:
+    """Write tasks of a program to a file, and return its path."""
+    rows = [
+        {"id": f"{name}/{number}", "prompt": QUESTION, "question": QUESTION} for number in range(20)
+    ]
+    path = folder / f"{name}.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return str(path)
+
+
+def trained_row(what: str, episodes: Sequence[Any], least: int) -> Row:
     rewards = defaultdict[str, set[float]](set)
     for step, _, _, (reward, *_) in episodes:
         rewards[step].add(reward)
@@ -237,7 +274,7 @@ def trained_row(name: str, episodes: Sequence[Any]) -> Row:
     tokens = sum(sum(map(sum, (s[2] for s in sequences))) for _, _, sequences, _ in episodes)
     text = f"{len(episodes)} episodes, {tokens} sampled tokens, {mixed} of {len(rewards)} groups"
     text += " have an advantage" + f"; {len(errors)} errors: {errors[:1]}" * bool(errors)
-    return Row(f"{name} trains", text, len(episodes) == 12 and mixed > 0 and not errors)
+    return Row(what, text, len(episodes) >= least and mixed > 0 and not errors)
 
 
 def teach(folder: Path) -> None:
@@ -377,9 +414,7 @@ def without_logprobs(episode: Any) -> Any:
 
 def gap_of(one: Any, two: Any) -> float:
     """The largest difference of log-probabilities of two episodes with equal ids."""
-    pairs = [
-        pair for a, b in zip(one[2], two[2], strict=True) for pair in zip(a[3], b[3], strict=False)
-    ]
+    pairs = [pair for a, b in zip(one[2], two[2], strict=False) for pair in zip(a[3], b[3])]  # noqa: B905
     return max((abs(a - b) for a, b in pairs), default=0.0)
 
 
@@ -396,13 +431,15 @@ def play_odd(folder: Path, options: Any) -> Iterator[Row]:
         ("three requests at once", loops.play_at_once_direct, loops.play_at_once, 0),
         ("retries of the SDK after 0.5 s", loops.play_direct, loops.play_impatient, 6),
         ("retries without a header", loops.play_direct, loops.play_impatient_raw, 6),
-        ("cancelled requests", loops.play_direct, loops.play_cancelling, 6),
+        ("cancelled requests", loops.play_direct, loops.play_cancelling, 1),
     ]
     for is_exact in (True, False):
         for name, direct, served, num_slow in ways:
             loops.tally.clear()
             first, wanted = rolled(options.model, direct, is_exact, 0)
-            other, count = rolled(options.model, served, is_exact, num_slow)
+            # The sampler waits until each episode that plays at once has given up twice.
+            least = 3 * (GROUP if is_exact else TASKS * GROUP) if num_slow == 1 else 0
+            other, count = rolled(options.model, served, is_exact, num_slow, least)
             what = f"{name}: {'deterministic' if is_exact else 'default'}"
             row = compared_row(what, first, other) if is_exact else close_row(what, first, other)
             text = f"{row.found}; {count} messages sampled, {wanted} wanted"
@@ -418,19 +455,21 @@ def play_odd(folder: Path, options: Any) -> Iterator[Row]:
 
 
 def rolled(
-    model: Path, loop: Any, is_exact: bool, num_slow: int
+    model: Path, loop: Any, is_exact: bool, num_slow: int, least_requests: int = 0
 ) -> tuple[dict[str, list[Any]], int]:
     """The episodes of a rollout, and the number of messages that were sampled."""
     import torch
 
     from scripts.bench.address import requests, rollout_of
+    from scripts.proofs.agents_airline import tally
     from scripts.proofs.agents_run import told
 
     torch.set_num_threads(1)
     rollout = rollout_of(model, loop, is_exact)
     sampler: Any = rollout.policy.sampler  # type: ignore[attr-defined]
     sampler.num_slow = num_slow
-    episodes = rollout(requests(4, 8))
+    sampler.is_held = lambda: tally["requests"] < least_requests
+    episodes = rollout(requests(TASKS, GROUP))
     return {"rollout": [told(episode) for episode in episodes]}, sampler.num_messages
 
 

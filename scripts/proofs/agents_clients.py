@@ -110,6 +110,11 @@ def reward_of(answer: object) -> float:
     return float("blue" in str(answer))
 
 
+def is_blue(completions: list[str], **columns: Any) -> list[float]:
+    """A reward function for agents in processes of their own."""
+    return [reward_of(text) for text in completions]
+
+
 def results(message: Any) -> list[Any]:
     """The results of the calls of an assistant's message."""
     return [

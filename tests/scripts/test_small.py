@@ -24,6 +24,10 @@ CELL = "turns-2/G-2/prompt-16"
 SIDES = ("ours", "trl")
 POSITIVE = (1e-9, inf)
 SCRIPTS = {  # arguments, and the least and the greatest value of figures
+    "bench/address": (
+        ["--model", "model", "--episodes", "8", "--times", "1"],
+        {f"8/{way}/requests": (8, 256) for way in ("policy.message", "address")},
+    ),
     "bench/gpu": (
         ["--parts", "exchange", "logprobs", "loss", "graph", "update", "sampling", "domains"],
         {

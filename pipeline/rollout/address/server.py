@@ -11,6 +11,7 @@ import json
 import os
 import resource
 import secrets
+import select
 import threading
 from collections import defaultdict, deque
 from collections.abc import Awaitable, Callable
@@ -94,11 +95,11 @@ class Address:
         }
         key = json.dumps([request.n, wanted])  # the same for a request that is sent again
         same = [made for made in self.kept[key] if not any(one.is_taken_back for one in made)]
-        lost = [made for made in same if all(a.is_lost() and not a.has_arrived for a in made)]
+        lost = [made for made in same if all(map(is_for_another, made))]
         again = http.headers.get("x-stainless-retry-count", "0") != "0"
         for made in lost or same[-1:] * again:
             for asked in made:
-                asked.is_lost = partial(is_gone, http)
+                asked.is_lost, asked.is_unread = partial(is_gone, http), False
             return made
         made = [self.policy.ask(**wanted, is_lost=partial(is_gone, http)) for _ in range(request.n)]
         self.kept[key] = [*same, made]
@@ -115,6 +116,7 @@ class Server:
     def __init__(self) -> None:
         self.addresses = dict[str, Address]()
         self._ended = deque[str](maxlen=MAX_ENDED)  # keys
+        self.sent = dict[Any, list[Asked]]()  # what was last sent on each connection
         self._has_warned = False
         self.loop = asyncio.new_event_loop()
         threading.Thread(target=self.loop.run_forever, name="address", daemon=True).start()
@@ -134,6 +136,15 @@ class Server:
             app.router.add_route(method, PREFIX + path[1:], partial(self._answer, handler))
         runner = web.AppRunner(app, access_log=None, handle_signals=False)
         await runner.setup()
+        assert runner.server is not None
+        lose = runner.server.connection_lost
+
+        def lost(connection: web.RequestHandler, error: BaseException | None = None) -> None:
+            for asked in self.sent.pop(connection, ()):  # with an error, not all was read
+                asked.is_unread = error is not None
+            lose(connection, error)
+
+        runner.server.connection_lost = lost  # type: ignore[method-assign]
         site = web.TCPSite(runner, HOST, 0, backlog=BACKLOG)
         await site.start()
         self.port: int = runner.addresses[0][1]
@@ -204,7 +215,10 @@ class Server:
             reply = b"".join(event_of(*event) for event in dialect.events(answers, request))
         else:
             reply = json.dumps(dialect.whole(answers, request)).encode()
+        close_if_left(http)
         deliver(made)  # before it is sent: who has it may end the episode
+        if not is_stream:  # of a stream, clients may leave the last bytes
+            self.sent[http.protocol] = made
         await send(http, response, reply)
         deliver(made)
         return response
@@ -275,6 +289,20 @@ def event_of(name: str, data: Any) -> bytes:
 def is_gone(http: web.Request) -> bool:
     """Return whether the client of a request has closed its connection."""
     return http.transport is None or http.transport.is_closing()
+
+
+def close_if_left(http: web.Request) -> None:
+    """Close a connection that the client has closed, before the server has noticed it."""
+    if (transport := http.transport) is not None and not transport.is_closing():
+        poll = select.poll()
+        poll.register(transport.get_extra_info("socket").fileno(), select.POLLRDHUP)
+        if poll.poll(0):
+            transport.close()
+
+
+def is_for_another(asked: Asked) -> bool:
+    """Return whether the client of a message has gone without it, so that the next one gets it."""
+    return asked.is_unread or (asked.is_lost() and not asked.has_arrived)
 
 
 def address_of(policy: Any) -> Address:

@@ -568,3 +568,21 @@ def test_a_refusal_that_comes_after_signs_of_life_is_no_lost_connection():
 
     episode = play_held(loop, [say("red"), say("yes")], held=2)
     assert (episode.error, episode.left_out, episode.reward) == ("", "", 0.0)
+
+
+def test_a_client_that_leaves_as_its_answer_comes_gets_the_same_answer_when_it_asks_again():
+    async def loop(policy, task):
+        host, port = policy.base_url.split("/")[2].split(":")
+        path = policy.base_url.partition(port)[2] + "/chat/completions"
+        body = json.dumps({"messages": [user("colour?")]})
+        head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
+        with socket.create_connection((host, int(port))) as left:
+            left.sendall(f"{head}{body}".encode())
+            await asyncio.to_thread(left.recv, 1, socket.MSG_PEEK)  # it is there, but not read
+        await asyncio.sleep(0.2)
+        first = await message(policy, [user("colour?")])
+        second = await message(policy, [user("colour?")])  # who has read it, asks for another one
+        return float((first["content"], second["content"]) == ("blue", "red"))
+
+    (episode,) = play(loop, [say("blue")], [say("red")])
+    assert (episode.reward, episode.num_turns, episode.error) == (1.0, 2, "")
