@@ -9,7 +9,7 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import groupby
+from itertools import count, groupby
 from typing import Any
 
 from pipeline.common.untrusted import shown
@@ -115,10 +115,12 @@ def call_of(call_id: Any, name: str, arguments: Any) -> Body:
 def calls_of(answer: Answer, request: Request) -> list[tuple[str, str, Body]]:
     """Return the id, the name and the arguments of each call of an answer.
 
-    An id depends on the request alone, because agents write ids into their prompts.
+    An id depends on the request alone, because agents write ids into their prompts. It is new in
+    the request, also if the agent shows only the latest messages.
     """
     functions = [call["function"] for call in answer.message.get("tool_calls") or ()]
-    turn = len(request.messages)
+    text = json.dumps(request.body) if functions else ""
+    turn = next(n for n in count(len(request.messages)) if f"call_{n}_" not in text)
     return [
         (f"call_{turn}_{number}", function["name"], function["arguments"])
         for number, function in enumerate(functions)

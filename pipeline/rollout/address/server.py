@@ -35,6 +35,7 @@ BACKLOG = 2048  # clients of all episodes connect at the same time
 FIRST_SIGN_S = 1.0  # in this time, a refusal still has its status
 SIGN_S = 2.0  # between signs of life while a message is sampled; some clients wait for 5 s
 LATE_S = 1.0  # pause before an agent is refused again, so that an endless one takes little time
+IDLE_S = 75.0  # until a connection without requests is closed
 MAX_ENDED = 1 << 14  # keys of ended episodes that are told from unknown ones
 NO_RETRY = {"x-should-retry": "false"}  # which clients of OpenAI and Anthropic obey
 DIALECTS = (chat_completions, responses, messages)
@@ -134,7 +135,7 @@ class Server:
             ("*", "/{rest:.*}", self._nothing),
         ):
             app.router.add_route(method, PREFIX + path[1:], partial(self._answer, handler))
-        runner = web.AppRunner(app, access_log=None, handle_signals=False)
+        runner = web.AppRunner(app, access_log=None, handle_signals=False, keepalive_timeout=IDLE_S)
         await runner.setup()
         assert runner.server is not None
         lose = runner.server.connection_lost
@@ -248,7 +249,7 @@ class Server:
                 return web.json_response(await address.policy.call(name, body))
             said = await address.policy.reply(str(parse_json(body)["content"]))
             return web.json_response({"content": said})
-        except (ValueError, EpisodeOver) as error:
+        except (ValueError, EpisodeOver, asyncio.CancelledError) as error:
             raise self._refusal(error, address) from None
 
     async def _models(self, http: web.Request, address: Address) -> web.StreamResponse:
