@@ -35,7 +35,7 @@ TRANSFER = (
 BY_DOMAIN = ("backward_transfer", "forward_transfer", "forgetting")
 STOPS = (
     *("completed", "max_turns", "max_tokens", "malformed_call"),
-    *("repeated_call", "environment_error"),
+    *("repeated_call", "environment_error", "agent_error"),
 )
 ROLLOUT = {
     "how episodes end, shares": [f"stop/{name}" for name in STOPS],

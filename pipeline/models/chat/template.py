@@ -117,7 +117,7 @@ class Chat:
         if tool_call_format == "auto" and TOOLS_BEGIN not in tokenizer.chat_template:
             self._find_reader()
         talks = checks.talks(needs.tools, needs.replies)
-        self.forgets = False
+        self.forgets = self.is_append_only = False
         left_out = {role for talk in talks for role in checks.check_shown(self._template, talk)}
         if "assistant" in left_out:
             checks.warn_once(
@@ -127,7 +127,9 @@ class Chat:
         if needs.tools or needs.replies:
             checks.check_deltas(self._template, self._after_stub, needs.tools)
             self.forgets = checks.drops_thoughts(self._template, self._opening)
-            self.notes.append(checks.history_note(self._template, self._opening, self.forgets))
+            note = checks.history_note(self._template, self._opening, self.forgets)
+            self.notes += [note] if note else []
+            self.is_append_only = not note
         self._renders_calls = needs.tools and "probe_tool" in self._template([ASKED, checks.CALL])
         if self._renders_calls:
             checks.check_calls(self._read_back, self._reader is not None, tool_call_format)

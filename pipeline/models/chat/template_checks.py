@@ -76,7 +76,6 @@ _REPLIES: list[list[Message]] = [
     [{**RESULT, "content": _text(0)}],
     [{**RESULT, "content": _text(number)} for number in range(2)],
 ]
-APPEND_ONLY = "chat template: append-only, so a conversation is one sequence of tokens"
 _THOUGHT = "probe_thought"
 _ANSWERED = "probe_answer"
 
@@ -255,7 +254,7 @@ def loses_thought(render: Render, messages: Sequence[Message], first: int, **opt
 
 
 def history_note(render: Render, opening: str, forgets: bool) -> str:
-    """Return a line on what later prompts keep of earlier messages."""
+    """Return what later prompts lack of earlier messages, or "" for an append-only template."""
     is_kept = render([ASKED, _say(_ANSWERED), ASKED]).startswith(opening)
     if forgets:
         return (
@@ -267,7 +266,7 @@ def history_note(render: Render, opening: str, forgets: bool) -> str:
             "chat template: what it writes before an answer is left out of earlier turns; a server "
             "will leave it out, while training keeps it"
         )
-    return APPEND_ONLY
+    return ""
 
 
 def warn_once(text: str) -> None:

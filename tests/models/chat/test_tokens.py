@@ -753,8 +753,9 @@ def told(name, **options):
 )
 def test_one_line_says_what_later_prompts_keep_of_earlier_messages(name, options, said):
     made = shipped(name, **options)
-    (note,) = (note for note in made.notes if note.startswith("chat template: "))
-    assert said in note and made.forgets == (said == "drops thoughts")
+    notes = [note for note in made.notes if note.startswith("chat template: ")]
+    assert made.is_append_only == (said == "append-only") == (notes == [])
+    assert all(said in note for note in notes) and made.forgets == (said == "drops thoughts")
     assert not any("thoughts" in warning for warning in told(name, **options))
 
 

@@ -4,6 +4,7 @@ import asyncio
 import json
 import os
 import socket
+import sys
 import time
 from contextlib import suppress
 
@@ -18,6 +19,7 @@ from tests.rollout.test_agents import Shop, act
 from tests.rollout.test_agents import play as play_in
 from tests.rollout.test_own_loop import LOOK, Held, Sampler, ids_of, play, sampled, user
 from tests.support.helpers import call, chat, say
+from tests.support.messages import says
 
 
 @pytest.fixture(autouse=True)
@@ -578,14 +580,23 @@ def test_a_client_that_goes_while_it_sends_its_request_is_no_fault_of_the_server
     assert [record.message for record in caplog.records if record.levelname == "ERROR"] == []
 
 
-def test_a_refusal_that_comes_after_signs_of_life_is_no_lost_connection(monkeypatch):
-    monkeypatch.setattr(server, "FIRST_SIGN_S", 0)
-
+def test_a_refusal_that_comes_after_signs_of_life_is_no_lost_connection():
     async def loop(policy, task):
-        with pytest.raises(httpx.RemoteProtocolError) as caught:
-            await post(policy, messages=[user("x " * 900)])
-        raise caught.value
+        assert (await post(policy, messages=[user("x " * 900)])).status_code == 400
+        raise httpx.RemoteProtocolError("the connection ends")  # as the server does it then
 
     (episode,) = play(loop)
     assert (episode.error, episode.left_out, episode.reward) == ("", "", 0.0)
     assert episode.stop_reason is StopReason.MAX_TOKENS
+
+
+def test_a_machine_without_aiohttp_is_told_what_to_install(monkeypatch):
+    for name in [name for name in sys.modules if name.endswith("address.server")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "aiohttp", None)
+
+    async def loop(policy, task):
+        return policy.base_url
+
+    (episode,) = play(loop)
+    says(episode.error, "policy.base_url", "aiohttp", "three-domain-grpo[agents]", "line ")
