@@ -313,7 +313,7 @@ def tool(name, description, **properties):
 @pytest.mark.parametrize("name", IGNORANT)
 def test_a_template_without_tools_gets_a_block_of_them(name):
     made = Chat(other_tokenizer(IGNORANT[name].replace(*WHOLE_SYSTEM)))
-    assert ["block of tools" in note for note in made.notes] == [True, False]
+    assert ["block of tools" in note for note in made.notes] == [True]
     customer, seats = {"type": "string", "enum": ["K07", "K08"]}, {"type": "integer"}
     tools = [
         tool("find_line", "Find it.\nMore.", customer=customer, seats=seats),
