@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+from pipeline.common.untrusted import masked
 from pipeline.config.settings import RolloutSettings
 from pipeline.data.tasks import Message, Task
 from pipeline.environments import tools
@@ -135,7 +136,7 @@ class Episode:
             self.shared.policy.close(conversation)
             is_agents = self._is_agents and trajectory.num_turns > 0 and not fault.outage
             trajectory.stop_reason = FAILED[is_agents]
-            trajectory.error = str(fault)
+            trajectory.error = masked(str(fault))
             trajectory.left_out = "outage" if fault.outage else self._left_out
             self.shared.faults.add(*self.task.key, fault.call, str(fault))
         causes = Counter(

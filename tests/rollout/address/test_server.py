@@ -600,3 +600,12 @@ def test_a_machine_without_aiohttp_is_told_what_to_install(monkeypatch):
 
     (episode,) = play(loop)
     says(episode.error, "policy.base_url", "aiohttp", "three-domain-grpo[agents]", "line ")
+
+
+def test_no_key_stands_in_the_error_of_an_episode():
+    async def loop(policy, task):
+        raise ValueError(f"{policy.base_url} does not know {policy.api_key}")
+
+    (episode,) = play(loop)
+    says(episode.error, "ValueError: http://127.0.0.1:", "/***/v1 does not know ***")
+    assert "sk-" not in episode.error
