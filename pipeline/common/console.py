@@ -10,8 +10,9 @@ from contextlib import contextmanager, suppress
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
-from typing import TextIO
+from typing import Any, TextIO
 
+from pipeline.common.errors import UserError
 from pipeline.common.untrusted import one_line, printable, reason_of
 
 # Name of the environment variable for how the user calls the commands; ranks inherit the variable.
@@ -100,6 +101,17 @@ def importing() -> Iterator[None]:
     finally:
         gc.freeze()
         gc.enable()
+
+
+def installed(module: str, install: str) -> Any:
+    """Import a module of a package that the user chose; `install` says how to install it.
+
+    Raises UserError if the package, or one that it needs, is not installed.
+    """
+    try:
+        return import_module(module)
+    except ModuleNotFoundError as error:
+        raise UserError(f"{error.name} is not installed; {install}") from None
 
 
 def user_module(name: str) -> ModuleType:

@@ -15,6 +15,7 @@ from pipeline.common.errors import UserError, nearest
 from pipeline.common.layout import RUN_SETTINGS, is_toy, run_of_checkpoint
 from pipeline.common.untrusted import one_line, shown
 from pipeline.config import recipe
+from pipeline.config.domain_names import domain_name_of
 from pipeline.config.recipe import PREFIXED, SECTIONS, SETTINGS, full_name
 from pipeline.config.settings import MAX_SEED, Config
 
@@ -24,6 +25,7 @@ MOST_USED = [
     *("model", "domains", "num_gpus", "max_steps", "num_generations", "learning_rate"),
     *("output_dir", "resume_from_checkpoint", "check"),
 ]
+ENV = (("data", "domains"), ("data", "environments"))  # the settings that `--env` gives
 ABOUT = """\
 Train a tool-using model in several domains: a warm start on demonstrations, then GRPO, with
 evaluations on held-out tasks. A recipe gives every setting, and flags override the recipe. The
@@ -45,7 +47,7 @@ def parse(argv: list[str]) -> Config:
     """
     parser = build_parser(Config())
     namespace, unknown = parser.parse_known_args([_with_hyphens(word, parser) for word in argv])
-    given = vars(namespace)
+    given = _with_environment(vars(namespace))
     source = given.pop("config")
     if given.pop("help"):
         build_parser(recipe.load_recipe(_default(given) if source is None else source)).print_help()
@@ -67,6 +69,21 @@ def parse(argv: list[str]) -> Config:
         flags[section, name] = flag(section, name)
         tree[section][name] = _value(text, SETTINGS[section, name].annotation, flag(section, name))
     return recipe.resolve(path, tree, flags)
+
+
+def _with_environment(given: dict[str, Any]) -> dict[str, Any]:
+    """Return the flags with what `--env` is short for: one domain, with its name."""
+    environments = given.pop("env")
+    if not environments:
+        return given
+    flags = [flag(*name) for name in ENV if ".".join(name) in given]
+    if len(environments) > 1 or flags:
+        beside = flags[0] if flags else f"--env {environments[1]}"
+        hint = "give --domains and --environments for several domains"
+        raise UserError(one_line(f"--env: got {environments[0]} beside {beside}; {hint}"))
+    name = domain_name_of(environments[0])
+    values = (name, json.dumps({name: environments[0]}))
+    return given | {".".join(of): value for of, value in zip(ENV, values, strict=True)}
 
 
 def _default(flags: Mapping[str, str]) -> str:
@@ -105,6 +122,12 @@ def build_parser(shown: Config) -> argparse.ArgumentParser:
         "--recipe",
         metavar="RECIPE",
         help=f"a recipe file, or the name of a shipped recipe [{shown.recipe}]",
+    )
+    most_used.add_argument(
+        "--env",
+        metavar="NAME",
+        action="append",
+        help="train in one environment: of a library, such as reasoning_gym:chain_sum, or a class",
     )
     groups = {s: parser.add_argument_group(getattr(shown, s).__doc__) for s in SECTIONS}
     first = [(s, n) for n in MOST_USED for s, name in SETTINGS if n == name and s not in PREFIXED]

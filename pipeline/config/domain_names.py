@@ -1,17 +1,20 @@
 """The domains by name: those of this package, of installed packages, and of the settings.
 
-Each names a class or function as `module:name`, as the setting `environments` does. An installed
-package's domains are entry points of the group `three_domain_grpo.domains`. They become entries of
-`environments` before anything else reads the settings, so that the rest of the pipeline, the run
-folder and a resumed run treat them as domains that the user has named.
+Each names a class or function as `module:name`, as the setting `environments` does, or an
+environment of a library as `library:name`. A package brings a library as an entry point of the
+group `three_domain_grpo.libraries`, and a domain as one of `three_domain_grpo.domains`. Domains of
+packages become entries of `environments` before anything else reads the settings, so that the rest
+of the pipeline, the run folder and a resumed run treat them as domains that the user has named.
 """
 
+import re
 from contextlib import suppress
 from importlib.metadata import EntryPoint, EntryPoints, entry_points
 
 from pipeline.common.errors import UserError
 from pipeline.config.settings import Config, DataSettings, EnvironmentFactory
 
+DOMAIN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
 EMBEDDED_DOMAINS = {  # the domains of this package
     "airline": "pipeline.environments.embedded.airline:AirlineEnvironment",
     "retail": "pipeline.environments.embedded.retail:RetailEnvironment",
@@ -21,6 +24,11 @@ EMBEDDED_DOMAINS = {  # the domains of this package
 TAU2_DOMAINS = dict.fromkeys(
     ("airline", "retail", "telecom"), "pipeline.environments.tau2.domain:tau2_domain"
 )
+# Libraries of environments: `reasoning_gym:chain_sum` is what the function makes of `chain_sum`.
+LIBRARIES = {
+    name: f"pipeline.environments.libraries.{name}:{name}"
+    for name in ("mcp", "openenv", "reasoning_gym", "textarena", "verifiers")
+}
 SINGLE_TURN = "pipeline.environments.single_turn:SingleTurnEnvironment"
 
 
@@ -70,6 +78,29 @@ def generated_domains(config: Config) -> list[str]:
 def installed_domains() -> EntryPoints:
     """Return the entry points of all installed packages' domains. No package is imported."""
     return entry_points(group="three_domain_grpo.domains")
+
+
+def library_of(factory: str) -> tuple[str, str] | None:
+    """Return the import string of a library's function, and the name that stands behind its prefix.
+
+    None for what names no library. Raises UserError if several packages claim the prefix.
+    """
+    prefix, colon, name = factory.partition(":")
+    points = entry_points(group="three_domain_grpo.libraries").select(name=prefix)
+    claims = {_package(point): _factory(point) for point in points}
+    if prefix in LIBRARIES:
+        claims = {"": LIBRARIES[prefix]}
+    if len(claims) > 1:
+        packages = " and ".join(sorted(claims))
+        raise UserError(f"environments: got {factory}, claimed by {packages}; uninstall one")
+    return (*claims.values(), name) if claims and colon else None  # type: ignore[return-value]
+
+
+def domain_name_of(factory: str) -> str:
+    """Return the name of a domain that has none but its environment, such as chain_sum."""
+    prefix, _, name = factory.partition(":")
+    last = name.rpartition("/")[2]
+    return last if DOMAIN_NAME.fullmatch(last) else prefix
 
 
 def package_of(name: str, factory: str) -> str:

@@ -8,11 +8,14 @@ from typing import NamedTuple
 
 from pipeline.common.errors import UserError, nearest
 from pipeline.config.domain_names import (
+    DOMAIN_NAME,
     EMBEDDED_DOMAINS,
+    LIBRARIES,
     domains_of_user,
     generated_domains,
     installed_domains,
     known_domains,
+    library_of,
 )
 from pipeline.config.settings import (
     CURRICULA,
@@ -27,7 +30,6 @@ from pipeline.config.settings import (
 
 JOINT_STAGES = tuple(name for name, is_joint in CURRICULA.items() if is_joint)
 IMPORT_STRING = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
-DOMAIN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
 _LABEL = r"\w([\w-]*\w)?"
 _NUMBERS = r"[0-9]{1,3}(\.[0-9]{1,3}){3}|\[[0-9a-f:.]+\]"  # addresses of IPv4 and IPv6
 _HOST = rf"({_NUMBERS}|(?![0-9.]+([:/]|$)){_LABEL}(\.{_LABEL})*\.?)"
@@ -115,9 +117,10 @@ def _environments(config: Config) -> Verdicts:
                 f"environments: got {name}, which is taken; choose another name",
             ),
             (
-                not IMPORT_STRING.fullmatch(setting.factory),
+                not (IMPORT_STRING.fullmatch(setting.factory) or library_of(setting.factory)),
                 f"environments: got {name}: {setting.factory!r}; write module:Class, such as "
-                "my_pkg.bank:BankEnvironment",
+                "my_pkg.bank:BankEnvironment, or an environment of a library, such as "
+                f"reasoning_gym:chain_sum ({', '.join(LIBRARIES)})",
             ),
         )
         taken.add(lower)

@@ -26,10 +26,18 @@ from functools import partial
 from itertools import islice
 from typing import Any, TypeAlias
 
+from pydantic import ValidationError, validate_call
+
 from pipeline.common.console import user_module
-from pipeline.common.errors import UserError
+from pipeline.common.errors import UserError, nearest
 from pipeline.common.untrusted import is_plain, one_line, shown
-from pipeline.config.domain_names import domains_of_user, known_domains, package_of
+from pipeline.config.domain_names import (
+    LIBRARIES,
+    domains_of_user,
+    known_domains,
+    library_of,
+    package_of,
+)
 from pipeline.config.rules import IMPORT_STRING
 from pipeline.config.settings import Config, EnvironmentFactory
 from pipeline.data.curriculum import TINY
@@ -81,6 +89,7 @@ class Domain:
     baselines: Baselines | None = None
     about: Callable[[], Mapping[str, Any]] | None = None  # returns facts as JSON values
     family_shares: Mapping[str, float] = field(default_factory=dict, hash=False)
+    is_process: bool = False  # whether each episode has a process of its own (`max_agents`)
     module: str = ""  # that the settings name
     is_own: bool = False  # of the user, not of this package
 
@@ -195,7 +204,9 @@ def imported(where: str, target: str) -> tuple[Any, Any]:
             module = user_module(module_name)
         except ImportError as error:
             why = describe(error).partition(": ")[2]
-            raise UserError(f"{where} ({why}); give an importable module:name") from None
+            near = nearest(module_name, LIBRARIES)
+            hint = f"; did you mean {near}:{attribute}?" if near else ""
+            raise UserError(f"{where} ({why}); give an importable module:name{hint}") from None
         if not hasattr(module, attribute):
             why = f"{module.__file__} has no attribute {attribute!r}"
             raise UserError(f"{where} ({why}); give an importable module:name")
@@ -204,6 +215,11 @@ def imported(where: str, target: str) -> tuple[Any, Any]:
 
 def _load(name: str, setting: EnvironmentFactory, config: Config) -> Domain:
     needs_reward = not config.data.reward_funcs and name not in config.data.agents
+    where = f"environments: {name}: got {setting.factory!r}"
+    if library := library_of(setting.factory):
+        domain = _of_library(where, *library, setting.arguments)
+        _check_environment(where, domain, needs_reward)
+        return _checked(where, _renamed(domain, name))
     package = package_of(name, setting.factory)
     origin = f" of the installed package {package}" if package else ""
     where = f"environments: {name}{origin}: got {setting.factory!r}"
@@ -227,6 +243,25 @@ def _load(name: str, setting: EnvironmentFactory, config: Config) -> Domain:
         raise UserError(f"{where}, which is {shown(factory)}; name a class or a function")
     _check_environment(where, domain, needs_reward)
     return _checked(where, _with_module(where, domain, module))
+
+
+def _of_library(where: str, target: str, named: str, arguments: Mapping[str, Any]) -> Domain:
+    """Return the domain that a library makes of a name and arguments. Raises UserError."""
+    _, make = imported(where, target)
+    if not named:
+        raise UserError(f"{where}; name an environment after the colon")
+    try:
+        with refused("it fails", "mend its name or its arguments"):
+            try:
+                domain: Domain = validate_call(make)(named, **arguments)
+            except ValidationError as error:
+                wrong = error.errors()[0]
+                takes = ", ".join([*inspect.signature(make).parameters][1:]) or "none"
+                why = f"{wrong['msg']}, got {shown(wrong['input'])}; it takes {takes}"
+                raise UserError(f"argument {wrong['loc'][0]}: {why}") from None
+    except UserError as error:
+        raise UserError(f"{where}: {error}") from None
+    return domain
 
 
 def is_loop(factory: Any) -> bool:

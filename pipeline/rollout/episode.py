@@ -22,7 +22,7 @@ from pipeline.config.settings import RolloutSettings
 from pipeline.data.tasks import Message, Task
 from pipeline.environments import tools
 from pipeline.environments.agent_process import AgentProcess
-from pipeline.environments.calls import Calls
+from pipeline.environments.calls import Calls, awaited
 from pipeline.environments.discovery import raw_call, tool_methods
 from pipeline.environments.domains import Domain, Play
 from pipeline.environments.faults import EnvironmentFault, FaultLog
@@ -120,29 +120,48 @@ class Episode:
             greedy=self.shared.greedy,
             is_text=self.shared.has_reward_functions and not schemas,
         )
-        try:
-            await self._reset()
-            if self.domain.loop is None:
-                trajectory.stop_reason = await self._converse(conversation)
+        is_process = self.domain.is_process or isinstance(self.domain.loop, AgentProcess)
+        async with self.shared.processes if is_process else nullcontext():
+            try:
+                await self._play(conversation)
+            except EnvironmentFault as fault:
                 self.shared.policy.close(conversation)
-                await self._score()
-            else:
-                is_process = isinstance(self.domain.loop, AgentProcess)
-                async with self.shared.processes if is_process else nullcontext():
-                    trajectory.stop_reason = await self._let_play(self.domain.loop)
-                if self.domain.has_get_reward:
-                    await self._score()
-        except EnvironmentFault as fault:
-            self.shared.policy.close(conversation)
-            is_agents = self._is_agents and trajectory.num_turns > 0 and not fault.outage
-            trajectory.stop_reason = FAILED[is_agents]
-            trajectory.error = masked(str(fault))
-            trajectory.left_out = "outage" if fault.outage else self._left_out
-            self.shared.faults.add(*self.task.key, fault.call, str(fault))
+                is_agents = self._is_agents and trajectory.num_turns > 0 and not fault.outage
+                trajectory.stop_reason = FAILED[is_agents]
+                trajectory.error = masked(str(fault))
+                trajectory.left_out = "outage" if fault.outage else self._left_out
+                self.shared.faults.add(*self.task.key, fault.call, str(fault))
+            await self._close()
         causes = Counter(
             one.begun_by for one in trajectory.sequences if one.num_turns or one.num_sampled_tokens
         )
         trajectory.new_sequences = {cause: causes[cause] for cause in CAUSES if causes[cause]}
+
+    async def _play(self, conversation: Conversation) -> None:
+        trajectory = self.trajectory
+        await self._reset()
+        if self.domain.loop is None:
+            trajectory.stop_reason = await self._converse(conversation)
+            self.shared.policy.close(conversation)
+            await self._score()
+        else:
+            trajectory.stop_reason = await self._let_play(self.domain.loop)
+            if self.domain.has_get_reward:
+                await self._score()
+
+    async def _close(self) -> None:
+        """Let an environment that gets raw calls, and so has no other tools, end what it holds."""
+        close = getattr(self.environment, "close", None)
+        if close is None or not raw_call(type(self.environment)):
+            return
+
+        async def closed() -> None:
+            await awaited(close())
+
+        try:
+            await self._call("close", closed, close)
+        except EnvironmentFault as fault:  # what the episode has earned stays
+            self.shared.faults.add(*self.task.key, fault.call, str(fault))
 
     async def _converse(self, conversation: Conversation) -> StopReason:
         """Let policy, tools and customer take turns until something ends the episode."""

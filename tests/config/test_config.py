@@ -175,7 +175,7 @@ def test_help_groups_the_flags_and_shows_the_values_of_the_recipe(capsys):
         "tracking:",
     ]
     assert {f"--{name}" for name in re.findall(r"^  --([a-z0-9-]+)", text, re.MULTILINE)} == {
-        *("--config", "--num-generations"),
+        *("--config", "--env", "--num-generations"),
         *(flag(*key) for key in SETTINGS),
     }
     says(
@@ -185,7 +185,7 @@ def test_help_groups_the_flags_and_shows_the_values_of_the_recipe(capsys):
     )
     most_used = text.partition("most used:")[2].partition("model:")[0]
     assert re.findall(r"^  (?:-h, )?--([a-z-]+)", most_used, re.MULTILINE) == [
-        *("help", "config", "model", "domains", "num-gpus", "max-steps", "num-generations"),
+        *("help", "config", "env", "model", "domains", "num-gpus", "max-steps", "num-generations"),
         *("learning-rate", "output-dir", "resume-from-checkpoint", "check"),
     ]
     assert max(map(len, text.splitlines())) <= 100

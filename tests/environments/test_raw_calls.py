@@ -211,3 +211,31 @@ def test_equal_calls_in_a_row_end_an_episode(most, messages, reason, num_calls, 
     trajectory = play(*messages, limits=limits, environment=environment)
     assert trajectory.stop_reason == next(iter(trajectory.reward_breakdown)) == reason
     assert len(calls_of(trajectory)) == len(answers(trajectory)) == num_calls
+
+
+class Held(Counter):
+    """Holds something until it is closed; the model cannot close it."""
+
+    open = 0
+
+    def reset(self, **row):
+        super().reset()
+        type(self).open += 1
+
+    def close(self):
+        type(self).open -= 1
+        if "fail" in dict(self.calls):
+            raise OSError("the line is dead")
+
+
+class HeldAsync(Held):
+    async def close(self):
+        super().close()
+
+
+@pytest.mark.parametrize("environment", [Held, HeldAsync])
+@pytest.mark.parametrize("messages", [[say("bye")], [call("done")], [call("fail"), say("bye")]])
+def test_what_an_environment_holds_is_closed_when_its_episode_has_ended(environment, messages):
+    trajectory = play(*messages, environment=environment)
+    assert environment.open == 0
+    assert (trajectory.reward, trajectory.stop_reason) == (1.0, StopReason.COMPLETED)
