@@ -60,7 +60,7 @@ from pipeline.environments.tools import RandomState, writable
 
 GenerateTasks = Callable[[int, int, str, str], list[Task]]  # arguments: seed, n, split, difficulty
 # Plays an episode, async or not; arguments: the policy (`rollout/own_loop.py`) and the task.
-# Returns the reward, or what others score: a text or None.
+# Returns the reward, also as {part: number}, or what others score: a text or None.
 Play = Callable[[Any, Task], Any]
 Call: TypeAlias = tuple[str, dict[str, Any]]  # a tool and its arguments
 # Returns calls and texts of messages, by the name of a policy.

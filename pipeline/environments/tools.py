@@ -271,11 +271,11 @@ async def outcome_of(
 ) -> tuple[float, dict[str, float], dict[str, list[str]]]:
     """Return the reward, and the environment's `reward_breakdown` and `difference`."""
     reward = await reward_of(environment, stop_reason, messages)
-    parts = _explanation(getattr(environment, "reward_breakdown", None))
-    return reward, parts, _explanation(getattr(environment, "difference", None))
+    parts = explanation(getattr(environment, "reward_breakdown", None))
+    return reward, parts, explanation(getattr(environment, "difference", None))
 
 
-def _explanation(attribute: Any) -> dict[str, Any]:
+def explanation(attribute: Any) -> dict[str, Any]:
     """Return a dict's entries with finite numbers or pairs as values; a pair becomes two texts."""
     shown: dict[str, Any] = {}
     items = attribute.items() if isinstance(attribute, dict) else ()

@@ -230,6 +230,7 @@ class Episode:
             self._messages += [final] if self._messages[-1] != final else []
             await self._end_with(self.returned)
         trajectory.reward = self.returned if isinstance(self.returned, float) else 0.0
+        trajectory.reward_breakdown = tools.explanation(policy.reward_parts)
         if policy.end is None and policy.is_cut:
             return StopReason.MAX_TOKENS
         return policy.end or StopReason.COMPLETED

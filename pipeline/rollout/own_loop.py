@@ -101,6 +101,7 @@ class LoopPolicy:
         self._reply = reply
         self._in_turn = asyncio.Lock()  # for the environment, which knows one call at a time
         self.fault: EnvironmentFault | None = None  # of environment or endpoint; ends the episode
+        self.reward_parts = dict[str, float]()  # which the loop has returned
 
     @property
     def base_url(self) -> str:
@@ -442,8 +443,10 @@ def compared(message: Message) -> Message:
 
 # What a loop shall return, by who scores its episodes.
 RETURNS = {
-    "loop": f"the reward, a number up to {MAX_REWARD:g}, or give reward_funcs, which score a text",
-    "functions": f"a reward, a number up to {MAX_REWARD:g}, or a text or None, which they score",
+    "loop": f"the reward, a number up to {MAX_REWARD:g} or a dict of such numbers, or give "
+    "reward_funcs, which score a text",
+    "functions": f"a reward, a number up to {MAX_REWARD:g} or a dict of such numbers, or a text or "
+    "None, which they score",
     "environment": "the final message, a text, or None; get_reward scores",
 }
 
@@ -453,9 +456,10 @@ async def play(
 ) -> float | str | None:
     """Let a loop play; return what it returns: the reward or, if others score, a text or None.
 
-    A loop that is not async plays in a thread of its own. If a loop does not catch EpisodeOver,
-    the reward is 0, or what others say. At the address, a client of the loop's raises an exception
-    of its own in its place. `scored_by` is a key of RETURNS.
+    Of a dict, the sum is the reward, and its numbers are the policy's `reward_parts`. A loop that
+    is not async plays in a thread of its own. If a loop does not catch EpisodeOver, the reward is
+    0, or what others say. At the address, a client of the loop's raises an exception of its own in
+    its place. `scored_by` is a key of RETURNS.
     """
     value: Any = 0.0 if scored_by == "loop" else None
     try:
@@ -483,10 +487,13 @@ async def play(
     if scored_by != "loop" and (value is None or isinstance(value, str)):
         return value and writable(value)
     name = f"{getattr(loop, '__name__', 'play')}{place_of(loop)}"
+    parts = value if isinstance(value, dict) else {"": value}
     try:
-        reward = as_number(value, name)
+        numbers = {str(part): as_number(number, name) for part, number in parts.items()}
+        reward = math.fsum(numbers.values())  # .1 + .2 + .7 is 1
     except Exception:  # `__float__` may be user code
         reward = math.nan
     if scored_by == "environment" or not abs(reward) <= MAX_REWARD:
         raise ValueError(f"{name} returned {shown(value)}; return {RETURNS[scored_by]}")
+    policy.reward_parts = numbers if value is parts else {}
     return reward

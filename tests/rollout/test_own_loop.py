@@ -622,7 +622,11 @@ def test_a_deadline_of_the_loop_itself_is_no_outage():
 
 
 @pytest.mark.parametrize(
-    "value", [None, "good", float("nan"), float("inf"), -2e30, 10**400, [1.0], 1j, object()]
+    "value",
+    [
+        *(None, "good", float("nan"), float("inf"), -2e30, 10**400, [1.0], 1j, object()),
+        *({"a": None}, {"a": 1.0, "b": "2"}, {"a": float("nan")}, {"a": 1e30, "b": 1e30}),
+    ],
 )
 def test_a_value_that_is_no_reward_is_named_with_its_loop(value):
     async def loop(policy, task):
@@ -633,7 +637,7 @@ def test_a_value_that_is_no_reward_is_named_with_its_loop(value):
     (episode,) = play(loop, [say("x")])
     assert (episode.stop_reason, episode.reward) == (StopReason.AGENT_ERROR, 0.0)
     where = f"loop (test_own_loop.py, line {line}) returned "
-    says(episode.error, where, "; return the reward, a number up to 1e+30, or give reward_funcs")
+    says(episode.error, where, "; return the reward, a number up to 1e+30 or a dict of such")
 
 
 @pytest.mark.parametrize(
@@ -645,6 +649,27 @@ def test_a_number_of_any_kind_is_a_reward(value, reward):
 
     (episode,) = play(loop)
     assert (episode.reward, episode.error) == (reward, "")
+
+
+@pytest.mark.parametrize(
+    ("value", "reward", "parts"),
+    [
+        ({"right": 1, "short": -0.25}, 0.75, {"right": 1.0, "short": -0.25}),
+        ({"a": 0.1, "b": 0.2, "c": 0.7}, 1.0, {"a": 0.1, "b": 0.2, "c": 0.7}),  # a success
+        ({7: np.float32(0.5), "half \ud800": True}, 1.5, {"7": 0.5, "half ?": 1.0}),
+        ({}, 0.0, {}),
+        (0.5, 0.5, {}),
+    ],
+)
+def test_the_parts_that_a_loop_returns_add_up_to_the_reward(value, reward, parts):
+    async def loop(policy, task):
+        return value
+
+    (episode,) = play(loop)
+    assert (episode.reward, episode.reward_breakdown, episode.error) == (reward, parts, "")
+    rewards = RewardFunctions([RewardFunction("two", lambda completions, **_: [2.0])], 5.0)
+    (episode,) = play(loop, rewards=rewards)
+    assert (episode.reward, episode.rewards) == (reward + 2.0, {"loop": reward, "two": 2.0})
 
 
 @pytest.mark.parametrize(
