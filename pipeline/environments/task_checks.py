@@ -2,6 +2,7 @@
 
 import random
 import re
+from copy import deepcopy
 from functools import partial
 from typing import Any
 
@@ -11,6 +12,7 @@ from pipeline.common.errors import UserError
 from pipeline.common.untrusted import one_line, shown
 from pipeline.data.tasks import Message, Task
 from pipeline.environments.calls import guarded
+from pipeline.environments.discovery import raw_call
 from pipeline.environments.domains import Domain
 from pipeline.environments.experts import goal_of
 from pipeline.environments.faults import EnvironmentFault
@@ -54,14 +56,16 @@ def try_task(
             with RandomState(task, *([] if is_keyed else [trial])):
                 start = partial(started, domain.make, task.row())
                 starts.append(guarded("reset", seconds, start))
+            if trial == 0 and raw_call(kind) and hasattr(kind, "close"):
+                starts[0] = _without_service(starts[0])
         if why := _solved(domain, task, seconds, success or 0.0)[1] if is_solvable else "":
             raise UserError(
                 f"{where}: the actions that serve its goal do not lead to what it expects ({why}); "
                 "mend goal, database or expected"
             )
-        difference = _difference(*starts)  # `get_reward` may change the first
+        difference = _difference(*starts)  # `get_reward` may change the second
         with RandomState(task):
-            score = partial(reward_of, starts[0].environment, messages=task.prompt)
+            score = partial(reward_of, starts[1].environment, messages=task.prompt)
             guarded("get_reward", seconds, score)
     except EnvironmentFault as fault:
         failed = f"{fault.call} failed on task {shown(task.id)}: {one_line(str(fault))}"
@@ -69,9 +73,12 @@ def try_task(
         raise UserError(f"{source}: {failed}; {hint}") from None
     if difference:
         generators = ("random, numpy.random or " if is_keyed else "") + "random.Random(id)"
+        hint = f"let reset(self, id, **kwargs) draw from {generators}"
+        if difference.startswith("self."):
+            hint += ", or, if it may differ, set uses_random_state = False in the class"
         raise UserError(
             f"{where}: reset starts another episode each time ({difference}), but the episodes of "
-            f"a group must have one task; let reset(self, id, **kwargs) draw from {generators}"
+            f"a group must have one task; {getattr(kind, 'same_start', hint)}"
         )
     if not (task.prompt[-1]["content"] or starts[0].addition or task.row().get("scenario")):
         names = ", ".join(
@@ -80,6 +87,14 @@ def try_task(
         hint = f"{remedy or 'give a column prompt with its text'}, or let reset return the request"
         raise UserError(f"{where}: has no request, only {names}; {hint}")
     return starts[0].addition
+
+
+def _without_service(begun: Started) -> Started:
+    """Return an episode with its plain data alone, as its service may serve one at a time."""
+    attributes = getattr(begun.environment, "__dict__", {})
+    copy = object.__new__(type(begun.environment))
+    copy.__dict__ = deepcopy({k: v for k, v in attributes.items() if type(v) in PLAIN})
+    return begun._replace(environment=copy)
 
 
 def _difference(first: Started, second: Started) -> str:
@@ -97,7 +112,7 @@ def _difference(first: Started, second: Started) -> str:
     pairs = [getattr(one.environment, "__dict__", {}) for one in (first, second)]
     for name in sorted(pairs[0].keys() & pairs[1].keys()):
         if _data(pairs[0][name], package) != _data(pairs[1][name], package):
-            return f"self.{name} differs; if it may, set uses_random_state = False in the class"
+            return f"self.{name} differs"
     return ""
 
 
