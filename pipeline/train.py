@@ -9,6 +9,7 @@ import json
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, closing, nullcontext
+from copy import deepcopy
 from functools import partial
 
 from pipeline.before_grpo import attach_adapters, before_training, report_start
@@ -28,6 +29,7 @@ from pipeline.common.errors import INTERRUPTED, RunError, UserError
 from pipeline.common.layout import WARNINGS
 from pipeline.config.settings import Config
 from pipeline.data.curriculum import GAIN, Stage, learning_rate_at
+from pipeline.data.task_memory import TaskMemory
 from pipeline.data.tasks import Task
 from pipeline.distributed.connect import connect
 from pipeline.distributed.ranks import Interrupted
@@ -191,6 +193,8 @@ def begin_stage(run: Run, stage: Stage) -> int:
         run.state.error_counts = {}
         run.state.dead_steps = {}
         run.state.decisions = {}
+        if run.config.curriculum.difficulties:  # which may have equal ids
+            run.state.task_memory = {}
         stages = run.stages[: stage.index + 1]
         for line in lost_domains(run.state.evaluations, stages, run.config.evaluation):
             run.say(f"warning: {line}")
@@ -231,7 +235,12 @@ def profiled(run: Run, step: int) -> AbstractContextManager[None]:
 
 def collect(run: Run, stage: Stage, step: int) -> RolloutBatch:
     """Collect this rank's rollouts for a step."""
-    batch = collect_rollouts(run.learner.rollout, run.ranks, run.config, stage, step, run.sources)
+    memory = None
+    if run.config.curriculum.task_sampling == "signal":
+        memory = TaskMemory(**deepcopy(run.state.task_memory))
+    batch = collect_rollouts(
+        run.learner.rollout, run.ranks, run.config, stage, step, run.sources, memory=memory
+    )
     run.check_language_models()
     return batch
 
@@ -301,6 +310,9 @@ def record(
         run.state.error_counts[domain] = [before[0] + episodes, before[1] + errors]
     _refuse_unscored(run, stage, metrics)
     keys = {"kind": "train", "stage": stage.name, "step": run.state.step}
+    if batch.memory is not None:
+        run.state.task_memory = vars(batch.memory)
+        metrics |= batch.memory.metrics(batch.tasks[: batch.rounds[0]])
     own = {**keys, **statistics, **metrics}
     run.log.metrics(own if rewards is None else run.with_logged("train/", own))
     run.log.timings({**keys, **meter.timings(batch.trajectories)})

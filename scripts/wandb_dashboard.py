@@ -58,6 +58,9 @@ UPDATE = {
     },
     "clipped tokens, shares": [f"clip_ratio/{of}_mean" for of in ("low", "high", "region")],
     "tokens of the run": ["train/num_tokens"],
+    "tasks by their last groups": [
+        f"tasks/{name}" for name in ("always_solved", "mixed", "never_solved")
+    ],
 }
 SPEED = {
     "seconds of a step": ("step_s", "sample_s", "environment_s", "update_s", "wait_s"),

@@ -62,6 +62,7 @@ class TrainState:
     error_counts: dict[str, list[int]] = field(default_factory=dict)
     dead_steps: dict[str, int] = field(default_factory=dict)
     decisions: dict[str, Any] = field(default_factory=dict)
+    task_memory: dict[str, Any] = field(default_factory=dict)  # fields of TaskMemory
     num_tokens: int = 0  # number of tokens, of prompts and sampled, of all steps
     num_reward_calls: int = 0  # number of calls of async reward functions
     wall_s: float = 0.0  # seconds that the run's processes took, up to the last save

@@ -396,6 +396,11 @@ WITHOUT_EFFECT = (
         "nothing is trained, so there is no checkpoint to keep",
     ),
     Row(
+        "task_sampling",
+        lambda c: c.curriculum.task_sampling == "signal" and not c.grpo.use_grpo,
+        "nothing is trained, so no task is drawn",
+    ),
+    Row(
         "rft_rounds",
         lambda c: c.rft.rft_rounds > 0 and not c.grpo.use_grpo,
         "nothing is trained, so there is no rejection fine-tuning",

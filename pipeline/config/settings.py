@@ -249,6 +249,9 @@ class CurriculumSettings(Section):
     even_branches: bool = field(
         False, "draw the branches of each task family equally often, as far as a step holds them"
     )
+    task_sampling: Literal["uniform", "signal"] = field(
+        "uniform", "signal: draw tasks less often whose groups had equal rewards"
+    )
     difficulties: list[Difficulty] = field([], "parts of each stage, such as easy,medium,hard")
     stage_weights: PositiveWeights = field(
         {}, "weights of stages, which share max_steps; missing: 1"

@@ -192,9 +192,7 @@ def replacement_tasks(
     tasks: list[Task] = []
     for kind, count in Counter(kind_of(sources[t.domain], t) for t in replaced).items():
         source = sources[kind[0]]
-        of_kind: Sequence[int] = range(len(source))
-        if isinstance(source, TaskMixture):
-            of_kind = source.indices[kind[1]]
+        of_kind = indices_of(source, kind)
         enough = min(len(of_kind), count + len(played))
         indices = generator(*key, *kind).sample(of_kind, enough)
         tasks += islice((t for t in map(source.__getitem__, indices) if t.key not in played), count)
@@ -350,6 +348,11 @@ def num_drawn(source: Source) -> int:
 def kind_of(source: Source, task: Task) -> tuple[str, ...]:
     """Return the task's domain and, if the families of `source` have shares, also the family."""
     return (task.domain, *([source.part_of(task)] if isinstance(source, TaskMixture) else []))
+
+
+def indices_of(source: Source, kind: tuple[str, ...]) -> Sequence[int]:
+    """Return the indices of the tasks of a kind in their source."""
+    return source.indices[kind[1]] if isinstance(source, TaskMixture) else range(len(source))
 
 
 def mixtures(

@@ -184,11 +184,11 @@ def tasks_for_step(source: Source, count: int, step: int, *key: int | str) -> li
     """
     assert 0 < count <= len(source), f"a step of {count} tasks cannot come from {len(source)}"
     steps_per_pass = len(source) // count
-    order = _order(len(source), *key, "pass", step // steps_per_pass)
+    order = random_order(len(source), *key, "pass", step // steps_per_pass)
     first = (step % steps_per_pass) * count
     return [source[index] for index in order[first : first + count]]
 
 
 @lru_cache(maxsize=16)  # all steps of a pass use the same permutation
-def _order(count: int, *key: int | str) -> array[int]:
+def random_order(count: int, *key: int | str) -> array[int]:
     return array("Q", permutation(count, *key))

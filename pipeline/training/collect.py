@@ -6,6 +6,8 @@ zero-std groups, but replaces zero-std groups by new groups in at most `max_resa
 This pipeline replaces a group by a group of the same domain (and of the same task family, if
 families have shares), so that each domain keeps its share of the groups; DAPO samples whole batches
 of new tasks. A step never trains on more than `tasks_per_step` groups.
+
+With `task_sampling: signal`, a memory of outcomes chooses these tasks (`data/task_memory.py`).
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,10 +18,11 @@ import torch
 from pipeline.config.settings import Config
 from pipeline.data.curriculum import Stage, replacement_tasks, tasks_of_step
 from pipeline.data.rng import stream_key
+from pipeline.data.task_memory import OUTCOMES, TaskMemory
 from pipeline.data.tasks import Source, Task
 from pipeline.distributed.ranks import Ranks
 from pipeline.rollout.rollout import Progress, Rollout, RolloutRequest
-from pipeline.rollout.trajectory import FAILED, Trajectory
+from pipeline.rollout.trajectory import FAILED, Trajectory, succeeded
 from pipeline.training.grpo import group_advantages, in_baseline, zero_std_groups
 
 
@@ -44,6 +47,8 @@ class RolloutBatch:
     samples: list[Sample]
     num_first: int  # number of this rank's episodes before the first round of replacements
     rounds: list[int]  # [number of the stage's tasks, number of groups in round 1, ...]
+    tasks: list[Task]  # one for each group of all ranks
+    memory: TaskMemory | None  # after the step; None: tasks are drawn uniformly
 
     @property
     def trajectories(self) -> list[Trajectory]:
@@ -61,6 +66,7 @@ def collect_rollouts(
     stage: Stage,
     step: int,
     sources: Mapping[str, Source],
+    memory: TaskMemory | None = None,
 ) -> RolloutBatch:
     """Collect this rank's groups of a step; `step` is the number of steps before this step.
 
@@ -71,10 +77,12 @@ def collect_rollouts(
     seed = config.run.seed
     size = config.rollout.num_generations
     tasks: list[Task] = []
-    zero_std: list[bool] = []  # True for each zero-std group; empty without `dynamic_sampling`
+    outcomes: list[str] = []  # of each group; empty where nothing depends on them
     trajectories: list[Trajectory] = []
     rounds: list[int] = []
     new = tasks_of_step(stage, step, sources, seed)
+    if memory is not None:
+        new = memory.draw(new, [], sources, stage, seed)
     while new:
         groups = range(len(tasks), len(tasks) + len(new))
         tasks += new
@@ -84,20 +92,21 @@ def collect_rollouts(
         with ranks.phase("sample", stage.name, step + 1):
             rollouts = play_groups(rollout, ranks, own, size, seed, "rollout", stage.name, step)
         trajectories += rollouts
-        if not settings.dynamic_sampling:
+        if memory is None and not settings.dynamic_sampling:
             break
-        rewards = torch.tensor([t.reward for t in rollouts], dtype=torch.float64)
-        found = zero_std_groups(rewards, size, ~is_left_out(rollouts))[::size].tolist()
-        flags = dict(zip(mine, found, strict=True))
-        sums = ranks.sum([float(flags.get(group, False)) for group in groups])
-        zero_std += [flag > 0 for flag in sums]
-        if len(rounds) > settings.max_resample_times:
+        outcomes += outcomes_of(groups, mine, rollouts, config, ranks)
+        if memory is not None:
+            memory.add(new, outcomes[-len(new) :])
+        if not settings.dynamic_sampling or len(rounds) > settings.max_resample_times:
             break
-        replaced = [tasks[group] for group in groups if zero_std[group]]
-        used = {task.key for task in tasks}
-        new = replacement_tasks(
-            replaced, used, sources, seed, "replacements", stage.name, step, len(rounds)
-        )
+        replaced = [tasks[group] for group in groups if outcomes[group] != "mixed"]
+        if memory is not None:
+            new = memory.draw(replaced, tasks, sources, stage, seed)
+        else:
+            used = {task.key for task in tasks}
+            new = replacement_tasks(
+                replaced, used, sources, seed, "replacements", stage.name, step, len(rounds)
+            )
     group_of = [group for group in ranks.shard(len(tasks)) for _ in range(size)]
     counted = in_baseline(is_left_out(trajectories), size).tolist()
     return RolloutBatch(
@@ -105,7 +114,7 @@ def collect_rollouts(
             Sample(
                 trajectory=trajectory,
                 index=group * size + i % size,
-                kept=is_counted and not (zero_std and zero_std[group]),
+                kept=is_counted and (not settings.dynamic_sampling or outcomes[group] == "mixed"),
             )
             for i, (trajectory, group, is_counted) in enumerate(
                 zip(trajectories, group_of, counted, strict=True)
@@ -113,7 +122,38 @@ def collect_rollouts(
         ],
         num_first=sum(group < rounds[0] for group in group_of),
         rounds=rounds,
+        tasks=tasks,
+        memory=memory,
     )
+
+
+def outcomes_of(
+    groups: Sequence[int],
+    mine: Sequence[int],
+    rollouts: Sequence[Trajectory],
+    config: Config,
+    ranks: Ranks,
+) -> list[str]:
+    """Return the outcome of each of the `groups`; this rank has played `rollouts` of those `mine`.
+
+    Every rank must call this function.
+    """
+    size = config.rollout.num_generations
+    threshold = config.evaluation.success_threshold
+    codes = dict.fromkeys(groups, 0)
+    for place, group in enumerate(mine):
+        codes[group] = OUTCOMES.index(outcome(rollouts[place * size :][:size], threshold))
+    return [OUTCOMES[int(code)] for code in ranks.sum([*codes.values()])]
+
+
+def outcome(group: Sequence[Trajectory], threshold: float) -> str:
+    """Return the outcome of a group; episodes that are left out of training do not count."""
+    rewards = [t.reward for t in group if not t.left_out]
+    if len(rewards) < 2:
+        return "few"
+    if min(rewards) < max(rewards):
+        return "mixed"
+    return "solved" if succeeded(rewards[0], threshold) else "failed"
 
 
 def play_groups(

@@ -24,9 +24,8 @@ from pipeline.distributed.devices import on_gpu
 from pipeline.distributed.ranks import Ranks
 from pipeline.rollout.rewards import RewardFunctions
 from pipeline.rollout.rollout import Rollout
-from pipeline.rollout.trajectory import CAUSES, FAILED, LEFT_OUT, StopReason, Trajectory, succeeded
-from pipeline.training.collect import RolloutBatch, is_left_out
-from pipeline.training.grpo import zero_std_groups
+from pipeline.rollout.trajectory import CAUSES, FAILED, LEFT_OUT, StopReason, Trajectory
+from pipeline.training.collect import RolloutBatch, outcome
 from pipeline.training.updater import Updater
 
 # Metrics of zero-std groups (groups with equal rewards), and the outcomes that a metric counts.
@@ -101,8 +100,6 @@ def _sums(
     threshold = config.evaluation.success_threshold
     first = batch.first
     played = batch.trajectories
-    rewards = torch.tensor([t.reward for t in first], dtype=torch.float64)
-    is_zero_std = zero_std_groups(rewards, size, ~is_left_out(first)).tolist()
     failed = StopReason.ENVIRONMENT_ERROR
     most = config.rollout.max_repeated_calls
     ends = [r for r in StopReason if most or r is not StopReason.REPEATED_CALL]
@@ -124,7 +121,7 @@ def _sums(
         judged = [t.reward for t in first if t.domain == domain and not t.left_out]
         all_of = [t for t in played if t.domain == domain]
         groups = [i for i in range(0, len(first), size) if first[i].domain == domain]
-        outcomes = [_outcome(first[i : i + size], threshold) for i in groups if is_zero_std[i]]
+        outcomes = [outcome(first[i : i + size], threshold) for i in groups]
         counts |= {
             f"played {domain}": len(all_of),
             f"errors {domain}": sum(t.stop_reason in FAILED for t in all_of),
@@ -198,13 +195,6 @@ def logged_by_reward_functions(
     for name, values in chain.from_iterable(of.items() for of, _ in gathered):
         found[prefix + name.removeprefix("train/")] += values
     return {name: fmean(values) for name, values in sorted(found.items())}
-
-
-def _outcome(group: Sequence[Trajectory], threshold: float) -> str:
-    rewards = [t.reward for t in group if not t.left_out]
-    if len(rewards) < 2:
-        return "few"
-    return "solved" if succeeded(rewards[0], threshold) else "failed"
 
 
 def over_iterations(updates: Sequence[dict[str, float]]) -> dict[str, float]:

@@ -360,3 +360,19 @@ def test_agents_stand_beside_the_model(without_pictures, tmp_path):
     assert final_table(results).split("\n")[0].split() == [
         *("success", "sampled", "greedy", "sampled,", "gpt", "greedy,", "gpt"),
     ]
+
+
+def test_a_report_has_the_outcomes_of_tasks_and_the_draws_of_families(tmp_path, without_pictures):
+    folder = make_run(tmp_path / "run", ("mixed",))
+    assert "Tasks by their last groups" not in markdown_of(folder)
+    path = folder / "metrics.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    for number, line in enumerate(line for line in lines if line["kind"] == "train"):
+        line |= {"tasks/always_solved": 3.0, "tasks/mixed": 12.0, "tasks/never_solved": 5.0}
+        line |= {"draws/retail/": 0.5} | ({"draws/airline/cancel": 1.0} if number > 4 else {})
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    text = markdown_of(folder)
+    assert (
+        "\n\n- Tasks by their last groups: 3 always solved, 12 mixed, 5 never solved.\n"
+        "- Shares of the draws: retail 0.500, airline/cancel 0.500.\n\n" in text
+    )

@@ -85,6 +85,8 @@ def test_the_dashboard_shows_names_that_a_run_writes(
         *("transfer/domains/forward_transfer/airline", "validation/retail/kl"),
         "rollout/stop/repeated_call",  # written by runs with a limit of repeated calls
         "rollout/stop/agent_error",  # ... and of agents that have failed
+        # ... and with `task_sampling: signal`
+        *(f"tasks/{outcome}" for outcome in ("always_solved", "mixed", "never_solved")),
     }
     assert {name for config in lines for name in config["metrics"]} - logged - never == set()
     assert {name for config in bars for name in config["metrics"]} - set(final) - never == set()

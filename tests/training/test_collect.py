@@ -14,6 +14,7 @@ import pytest
 from pipeline.config.settings import Config
 from pipeline.data.curriculum import Stage
 from pipeline.data.rng import stream_key
+from pipeline.data.task_memory import TaskMemory
 from pipeline.data.tasks import Task
 from pipeline.distributed.connect import connect
 from pipeline.distributed.ranks import Ranks
@@ -295,6 +296,37 @@ def test_tasks_live_groups_and_permuted_rewards_are_the_same_on_one_and_three_ra
     }
 
 
+def steps_with_a_memory(dynamic_sampling: bool) -> dict[str, Any]:
+    """Nine steps whose tasks are drawn by what the steps before them earned."""
+    _, ranks = connect(Config())
+    sources = {
+        domain: [replace(task, family=task.id.partition("-")[0]) for task in tasks]
+        for domain, tasks in SOURCES.items()
+    }
+    run = run_of(ranks, sources, dynamic_sampling=dynamic_sampling)
+    memory, drawn = TaskMemory(), list[tuple[str, str]]()
+    for step in range(9):
+        batch = collect_rollouts(
+            run.rollout, ranks, run.config, STAGE, step, sources, memory=memory
+        )
+        drawn += [task.key for task in batch.tasks]
+    return {"drawn": drawn, "memory": vars(memory), "metrics": memory.metrics(batch.tasks)}
+
+
+@pytest.mark.parametrize("dynamic_sampling", [False, True])
+def test_tasks_drawn_by_outcomes_are_the_same_on_one_two_and_three_ranks(dynamic_sampling):
+    (one,), *others = (play_ranks(steps_with_a_memory, n, dynamic_sampling) for n in (1, 2, 3))
+    assert all(result == one for results in others for result in results)
+    of_left = [key for key in one["drawn"] if key[0] == "left"]
+    assert sum(map(live, of_left)) > 0.5 * len(of_left)  # as 6 of 16 tasks are
+    outcomes = {"live": "m", "dead": "f", "won": "s"}
+    for name, of in one["memory"]["tasks"].items():
+        assert {*of} == {outcomes[name.partition("/")[2].partition("-")[0]]}
+    assert len({*one["drawn"]}) == sum(
+        one["metrics"][f"tasks/{name}"] for name in ("always_solved", "mixed", "never_solved")
+    )
+
+
 # Whole runs: a tiny model that has learnt to say one of two words, and a coin that likes one
 
 
@@ -333,6 +365,34 @@ def test_a_run_is_the_same_bit_by_bit_on_one_and_two_ranks_and_after_a_resume(
     assert np.array_equal(again.parameters, one.parameters)
     assert metrics(tmp_path / "cut") == metrics(folder)
     assert start_of(tmp_path / "cut") == start_of(folder)
+
+
+def test_draws_by_outcomes_are_the_same_bit_by_bit_on_one_and_two_ranks_and_after_a_resume(
+    tmp_path: Path,
+) -> None:
+    folder = tmp_path / "one"
+    (tmp_path / "start").mkdir()
+    start = warm_started(tmp_path / "start")
+    flags = [*FLAGS, *start, "--max-steps", "6", "--task-sampling", "signal"]
+    flags += ["--tasks-per-domain", "8"]
+    one = play_run(1, flags, folder)
+    two = play_run(2, flags, tmp_path / "two")
+    assert one.episodes == two.episodes
+    assert np.array_equal(one.parameters, two.parameters)
+    assert metrics(tmp_path / "two") == metrics(folder)
+    uniform = play_run(1, [*flags, "--task-sampling", "uniform"], tmp_path / "uniform")
+    assert {name[:4] for name in uniform.episodes} != {name[:4] for name in one.episodes}
+    last = metrics(folder)[-1]
+    played = {task for stage, _, _, task, _ in one.episodes if stage == "coin"}
+    outcomes = [last[f"tasks/{of}"] for of in ("always_solved", "mixed", "never_solved")]
+    assert sum(outcomes) == len(played) and last["draws/coin/"] == 1
+    assert not any(
+        name.startswith(("tasks/", "draws/")) for name in metrics(tmp_path / "uniform")[-1]
+    )
+    shutil.copytree(folder, tmp_path / "cut")
+    again = play_run(2, [*flags, "--resume-from-checkpoint", "step-000004"], tmp_path / "cut")
+    assert np.array_equal(again.parameters, one.parameters)
+    assert metrics(tmp_path / "cut") == metrics(folder)
 
 
 def test_a_run_that_goes_on_after_a_profiled_step_says_so_unless_there_is_a_trace(tmp_path):
