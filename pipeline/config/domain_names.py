@@ -52,11 +52,11 @@ def domains_of_user(data: DataSettings) -> dict[str, EnvironmentFactory]:
     """Return what makes the environments of the domains that are not this package's.
 
     With reward functions or an agent, a domain in `tasks` without an environment gets a single-turn
-    one.
+    one. What `tools` names is an environment, too.
     """
     named = data.tasks.keys() if data.reward_funcs else data.tasks.keys() & data.agents
     names = named - EMBEDDED_DOMAINS.keys()
-    targets = {**dict.fromkeys(sorted(names), SINGLE_TURN), **data.environments}
+    targets = {**dict.fromkeys(sorted(names), SINGLE_TURN), **data.tools, **data.environments}
     return {
         name: EnvironmentFactory(factory=value) if isinstance(value, str) else value
         for name, value in targets.items()

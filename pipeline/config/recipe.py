@@ -179,7 +179,7 @@ def recipe_in_words(tree: Mapping[str, Any]) -> str:
     data = tree["data"]
     domains = list[str]()
     for name in own_domains(tree):
-        environment = data["environments"].get(name)
+        environment = {**data.get("tools", {}), **data["environments"]}.get(name)
         if isinstance(environment, Mapping):
             environment = environment["factory"]
         sources = {"environment": environment, "tasks": data["tasks"].get(name)}

@@ -53,7 +53,7 @@ def changed(section: Section) -> list[str]:
 
 def check(config: Config) -> None:
     """Raise UserError for the first contradiction between settings."""
-    for rules in (_environments, _endpoints, _rewards, _names, _curriculum, _numbers):
+    for rules in (_tools, _environments, _endpoints, _rewards, _names, _curriculum, _numbers):
         for is_broken, message in rules(config):
             if is_broken:
                 raise UserError(message)
@@ -100,6 +100,30 @@ def without_effect(config: Config) -> list[str]:
         *lines,
         *(f"{n}: has no effect without {what}" for n, what in needed.items() if n in set_by_user),
     ]
+
+
+def _tools(config: Config) -> Verdicts:
+    data = config.data
+    for name, server in data.tools.items():
+        yield from (
+            (
+                not server.startswith("mcp:"),
+                f"tools: got {name}: {server!r}; write mcp:COMMAND or mcp:URL, such as 'mcp:python "
+                "server.py'",
+            ),
+            (
+                name in data.environments or name in EMBEDDED_DOMAINS,
+                f"tools: got {name}, whose environment has its own; take one of the two out",
+            ),
+            (
+                name not in data.tasks,
+                f"tools: got {name}, which has no tasks; give tasks {{{name}: FILE}}",
+            ),
+            (
+                not data.reward_funcs and name not in data.agents,
+                f"tools: got {name}, whose episodes nothing scores; give reward_funcs",
+            ),
+        )
 
 
 def _environments(config: Config) -> Verdicts:
@@ -192,6 +216,7 @@ def _names(config: Config) -> Verdicts:
     yield from ((True, _unknown_domain(name, known)) for name in used if name not in known)
     for setting, named, choices, kind in (
         ("agents", data.agents, used, of_run),
+        ("tools", data.tools, used, of_run),
         ("tasks", data.tasks, used, of_run),
         ("eval_tasks", data.eval_tasks, used, of_run),
         ("demonstrations", data.demonstrations, used, of_run),
@@ -422,8 +447,11 @@ WITHOUT_EFFECT = (
     ),
     Row(
         "max_agents",
-        lambda c: c.rollout.max_agents is not None and not c.data.agents,
-        "has no effect without agents",
+        lambda c: (
+            c.rollout.max_agents is not None
+            and not (c.data.agents or c.data.tools or c.data.environments)
+        ),
+        "has no effect without agents, tools or environments",
     ),
     Row(
         "reshard_after_forward",

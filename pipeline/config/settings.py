@@ -144,6 +144,9 @@ class DataSettings(Section):
     environments: dict[str, str | EnvironmentFactory] = field(
         {}, "domains of your own: {bank: my_pkg.bank:BankEnv}, or {factory: ..., arguments: {...}}"
     )
+    tools: dict[str, Text] = field(
+        {}, "servers of tools for domains of `tasks`: {desk: mcp:python server.py}, or a URL (MCP)"
+    )
     agents: dict[str, Text] = field(
         {}, "what plays a domain: {bank: my_pkg.agent:play}, or a command: {bank: python agent.py}"
     )

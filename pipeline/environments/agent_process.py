@@ -138,7 +138,18 @@ def _end(guard: Any) -> None:
 
 def agent_process(where: str, command: str, prints_reward: bool) -> AgentProcess:
     """Return the loop that runs a command. Raises UserError if the command cannot be run."""
-    hint = "give a command, such as 'python my_agent.py', or module:function"
+    check_command(
+        where, command, "give a command, such as 'python my_agent.py', or module:function"
+    )
+    if find_spec("aiohttp") is None:
+        raise UserError(
+            f"{where}, and an agent in a process needs aiohttp; install three-domain-grpo[agents]"
+        )
+    return AgentProcess(command, prints_reward)
+
+
+def check_command(where: str, command: str, hint: str) -> None:
+    """Raise UserError if a command names no program, or a script that is not here."""
     try:
         words = shlex.split(command)
     except ValueError as error:
@@ -148,11 +159,6 @@ def agent_process(where: str, command: str, prints_reward: bool) -> AgentProcess
     script = next((word for word in words[1:] if not word.startswith("-")), "")
     if script.endswith(SCRIPTS) and not Path(script).is_file():
         raise UserError(f"{where}, and there is no file {shown(script)} here; {hint}")
-    if find_spec("aiohttp") is None:
-        raise UserError(
-            f"{where}, and an agent in a process needs aiohttp; install three-domain-grpo[agents]"
-        )
-    return AgentProcess(command, prints_reward)
 
 
 def files_of(command: str) -> list[Path]:

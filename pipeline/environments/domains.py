@@ -215,7 +215,8 @@ def imported(where: str, target: str) -> tuple[Any, Any]:
 
 def _load(name: str, setting: EnvironmentFactory, config: Config) -> Domain:
     needs_reward = not config.data.reward_funcs and name not in config.data.agents
-    where = f"environments: {name}: got {setting.factory!r}"
+    source = "tools" if name in config.data.tools else "environments"
+    where = f"{source}: {name}: got {setting.factory!r}"
     if library := library_of(setting.factory):
         domain = _of_library(where, *library, setting.arguments)
         _check_environment(where, domain, needs_reward)
