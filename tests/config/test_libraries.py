@@ -3,7 +3,7 @@
 import pytest
 
 from pipeline.config.cli import parse
-from pipeline.config.domain_names import LIBRARIES
+from pipeline.config.domain_names import LIBRARIES, domains_of_user, library_of
 from pipeline.environments.domains import load_domains
 from tests.support.messages import refusal, says
 
@@ -114,3 +114,37 @@ def test_a_wrong_name_is_one_line_with_a_remedy(zoo, argv, parts):
 def test_a_wrong_argument_is_told_with_those_that_exist(zoo, arguments, parts):
     environments = f"{{pet: {{factory: 'zoo:cow', arguments: {arguments}}}}}"
     says(refusal(domains, "--domains", "pet", "--environments", environments), *parts)
+
+
+TOOLS = ("--domains", "desk", "--tasks", "{desk: rows.jsonl}", "--reward-funcs", "my:f")
+
+
+def test_tools_are_an_environment_of_a_domain_of_tasks():
+    config = parse([*TOOLS, "--tools", "{desk: mcp:python server.py}"])
+    assert config.data.tools == {"desk": "mcp:python server.py"}
+    assert {n: f.factory for n, f in domains_of_user(config.data).items()} == config.data.tools
+    assert library_of(config.data.tools["desk"]) == (LIBRARIES["mcp"], "python server.py")
+
+
+@pytest.mark.parametrize(
+    ("argv", "parts"),
+    [
+        ([*TOOLS, "--tools", "{desk: my_tools}"], ("got desk: 'my_tools'", "mcp:COMMAND")),
+        ([*TOOLS, "--tools", "{bank: 'mcp:x'}"], ("got bank, which has no tasks",)),
+        ([*TOOLS[:4], "--tools", "{desk: 'mcp:x'}"], ("nothing scores; give reward_funcs",)),
+        (
+            [*TOOLS, "--tools", "{desk: 'mcp:x'}", "--environments", "{desk: my:E}"],
+            ("got desk, whose environment has its own; take one of the two out",),
+        ),
+        (
+            ["--tasks", "{airline: x}", "--tools", "{airline: 'mcp:x'}", *TOOLS[4:]],
+            ("got airline, whose environment has its own",),
+        ),
+        (
+            ["--domains", "airline", *TOOLS[2:], "--tools", "{desk: 'mcp:x'}"],
+            ("got 'desk'; name domains of the run", "(airline)"),
+        ),
+    ],
+)
+def test_tools_of_no_domain_and_two_environments_of_one_are_refused(argv, parts):
+    says(refusal(parse, argv), *parts)
