@@ -11,7 +11,7 @@ import numpy as np
 from pipeline.common.errors import UserError
 from pipeline.common.untrusted import one_line, shown
 from pipeline.data.tasks import Message, Task
-from pipeline.environments.calls import guarded
+from pipeline.environments.calls import awaited, guarded
 from pipeline.environments.discovery import raw_call
 from pipeline.environments.domains import Domain
 from pipeline.environments.experts import goal_of
@@ -56,8 +56,8 @@ def try_task(
             with RandomState(task, *([] if is_keyed else [trial])):
                 start = partial(started, domain.make, task.row())
                 starts.append(guarded("reset", seconds, start))
-            if trial == 0 and raw_call(kind) and hasattr(kind, "close"):
-                starts[0] = _without_service(starts[0])
+            if trial == 0:  # a service may serve one episode at a time
+                starts[0] = _closed(starts[0], seconds)
         if why := _solved(domain, task, seconds, success or 0.0)[1] if is_solvable else "":
             raise UserError(
                 f"{where}: the actions that serve its goal do not lead to what it expects ({why}); "
@@ -67,6 +67,7 @@ def try_task(
         with RandomState(task):
             score = partial(reward_of, starts[1].environment, messages=task.prompt)
             guarded("get_reward", seconds, score)
+        _closed(starts[1], seconds)
     except EnvironmentFault as fault:
         failed = f"{fault.call} failed on task {shown(task.id)}: {one_line(str(fault))}"
         hint = remedy or "mend the environment or the task"
@@ -89,11 +90,14 @@ def try_task(
     return starts[0].addition
 
 
-def _without_service(begun: Started) -> Started:
-    """Return an episode with its plain data alone, as its service may serve one at a time."""
-    attributes = getattr(begun.environment, "__dict__", {})
-    copy = object.__new__(type(begun.environment))
-    copy.__dict__ = deepcopy({k: v for k, v in attributes.items() if type(v) in PLAIN})
+def _closed(begun: Started, seconds: float) -> Started:
+    """Close what an episode holds, if anything; return the episode with its plain data alone."""
+    environment = begun.environment
+    if not (raw_call(type(environment)) and hasattr(environment, "close")):
+        return begun
+    copy = object.__new__(type(environment))
+    copy.__dict__ = deepcopy({k: v for k, v in vars(environment).items() if type(v) in PLAIN})
+    guarded("close", seconds, lambda: awaited(environment.close()))
     return begun._replace(environment=copy)
 
 

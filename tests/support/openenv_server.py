@@ -142,8 +142,10 @@ class OpenEnvServer:
         try:
             environment = Counter(self.seeded)
             async for message in socket:
-                if message.type is WSMsgType.TEXT:
-                    await self._answer(socket, request, environment, json.loads(message.data))
+                asked = json.loads(message.data) if message.type is WSMsgType.TEXT else {}
+                if asked.get("type") == "close":
+                    break
+                await self._answer(socket, request, environment, asked)
         finally:
             self.num_open -= 1
             if not self.num_open:

@@ -25,6 +25,7 @@ from pipeline.environments.tools import ToolError
 
 START_S = 10.0  # until a server counts as away before a run
 RETRY_S = 0.5  # between two tries to open a session
+CLOSE_S = 2.0  # until a server that does not end a session is left alone
 MAX_BYTES = 100 << 20  # of a message; OpenEnv's own client takes as many
 
 
@@ -39,12 +40,16 @@ class Episode:
     """A session of a server, from `reset` to `close`."""
 
     server: Any = None  # of the domain: its url, whether it has_mcp, and the arguments of `openenv`
+    same_start = (  # the advice if two episodes of a task differ
+        "let the server's reset(self, seed=None, **kwargs) draw from random.Random(seed), or, if "
+        "only its state may differ, give the argument compare_state: false"
+    )
 
     async def reset(self, id: str, domain: str, prompt: Any, payload: str, **columns: Any) -> str:
-        given = {name: value for name, value in columns.items() if value is not None}
         self.reward = 0.0
         # Some generators of random numbers take seeds of 31 bits alone.
-        seen = await self._begin({"seed": crc32(id.encode()) >> 1, **given})
+        given = {"seed": crc32(id.encode()) >> 1, **columns}
+        seen = await self._begin({k: v for k, v in given.items() if v is not None})
         if self.server.compare_state:
             with suppress(RuntimeError):  # some servers cannot tell theirs
                 self.state = await self._ask("state")
@@ -63,6 +68,10 @@ class Episode:
         return self.reward
 
     async def close(self) -> None:
+        with suppress(ConnectionError):
+            await self._socket.send_json({"type": "close"})
+        # The server has ended the session when it closes.
+        await asyncio.wait([self._next], timeout=CLOSE_S)
         await self._socket.close()
         self._drop()
 
@@ -86,8 +95,11 @@ class Episode:
             self, lambda: asyncio.run_coroutine_threadsafe(client.close(), loop)
         )
         try:
-            url = f"{self.server.url}/ws"
-            self._socket = await client.ws_connect(url, max_msg_size=MAX_BYTES)
+            self._socket = await client.ws_connect(
+                f"{self.server.url}/ws",
+                max_msg_size=MAX_BYTES,
+                timeout=self.server.aiohttp.ClientWSTimeout(ws_close=CLOSE_S),
+            )
         except (self.server.aiohttp.ClientError, OSError) as error:
             raise Outage(f"the server opens no session ({reason_of(error)})") from None
         # The client answers pings only while it waits for a message, and a server ends the session
@@ -144,35 +156,41 @@ def openenv(
         has_mcp = action["properties"].get("type", {}).get("const") == "call_tool"
         if has_mcp:
             asked = {"jsonrpc": "2.0", "id": 1, "method": "tools/list"}
-            told = requests.post(f"{url}/mcp", json=asked, timeout=START_S).json()
-            tools = told["result"]["tools"]
+            answer = requests.post(f"{url}/mcp", json=asked, timeout=START_S)
+            tools = answer.json()["result"]["tools"]
+        told = requests.get(f"{url}/metadata", timeout=START_S).json()
+        about = {
+            "environment": f"openenv:{url}",
+            "server": told["name"],
+            "version": told["version"],
+        }
         schemas = tuple(map(_schema, tools))
-        about = requests.get(f"{url}/metadata", timeout=START_S).json()
-        facts = {"environment": f"openenv:{url}", **{k: about[k] for k in ("name", "version")}}
-    except (requests.ConnectionError, requests.Timeout):
+    except (requests.ConnectionError, requests.Timeout) as error:
         hint = "start it (uvicorn PACKAGE.server.app:app --port 8000, or its docker image)"
-        raise UserError(f"no server answers; {hint}") from None
+        raise UserError(f"no server answers ({type(error).__name__}); {hint}") from None
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         hint = "give the address of one, such as openenv:http://localhost:8000"
         raise UserError(f"this is no server of OpenEnv ({describe(error)}); {hint}") from None
-    given = {"has_mcp": has_mcp, "adds_up": reward == "sum", "compare_state": compare_state}
-    members = {
-        "server": SimpleNamespace(aiohttp=aiohttp, url=url, wait_s=wait_s, **given),
-        "schemas": schemas,
-        "same_start": (  # the advice if two episodes of a task differ
-            "let the server's reset(self, seed=None, **kwargs) draw from random.Random(seed), or, "
-            "if only its state may differ, give the argument compare_state: false"
-        ),
-    }
-    environment = type("OpenEnv", (Episode,), members)
-    return Domain(name="", environment=environment, about=lambda: facts)
+    server = SimpleNamespace(
+        aiohttp=aiohttp,
+        url=url,
+        has_mcp=has_mcp,
+        adds_up=reward == "sum",
+        wait_s=wait_s,
+        compare_state=compare_state,
+    )
+    environment = type("OpenEnv", (Episode,), {"server": server, "schemas": schemas})
+    return Domain(name="", environment=environment, about=lambda: about)
 
 
 def _schema(tool: dict[str, Any]) -> dict[str, Any]:
     given = tool.get("input_schema", tool.get("inputSchema"))  # by the version of MCP's package
-    parameters = {k: v for k, v in given.items() if k not in ("title", "description")}
-    function = {"name": tool["name"], "description": tool.get("description") or ""}
-    return {"type": "function", "function": function | {"parameters": parameters}}
+    function = {
+        "name": tool["name"],
+        "description": tool.get("description") or "",
+        "parameters": {k: v for k, v in given.items() if k not in ("title", "description")},
+    }
+    return {"type": "function", "function": function}
 
 
 def _text(seen: Any) -> str:

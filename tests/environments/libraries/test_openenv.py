@@ -67,7 +67,7 @@ def test_the_schema_of_the_action_is_a_tool_and_the_server_tells_its_name(server
     }
     function = {"name": "step", "description": "Add to the counter.", "parameters": parameters}
     assert domain.tools == [{"type": "function", "function": function}]
-    facts = {"environment": f"openenv:{server.url}", "name": "Counter", "version": "1.0.0"}
+    facts = {"environment": f"openenv:{server.url}", "server": "Counter", "version": "1.0.0"}
     assert domain.about() == facts
 
 
