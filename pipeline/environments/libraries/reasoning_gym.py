@@ -1,0 +1,149 @@
+"""Datasets of reasoning-gym: generated questions, scored by the dataset that has made them.
+
+Some of its scorers evaluate the answer as a formula; none of them may read an answer that it cannot
+parse without an exception.
+"""
+
+import json
+import re
+from contextlib import suppress
+from functools import cache, partial
+from hashlib import blake2b
+from importlib.metadata import version
+from typing import Any
+
+from pipeline.common.console import installed
+from pipeline.common.errors import UserError, nearest
+from pipeline.data.rng import stream_key
+from pipeline.data.tasks import Task
+from pipeline.environments.domains import Domain
+from pipeline.environments.experts import Agent
+
+TAGGED = r"<answer>\s*(.*?)\s*</answer>"  # how reasoning-gym's own prompts ask for an answer
+SPLITS = ("validation", "test", "test", *["train"] * 7)  # of the tenths of all questions
+MAX_MISSES = 500  # questions in a row that are known or of another split: there are no more
+NUM_OPTIONS = 4  # answers of other questions that a demonstration may give
+
+
+class Question:
+    """An episode of one message: the answer to a question."""
+
+    uses_random_state = False
+    _make: Any = None  # returns the dataset of a seed
+    pattern = TAGGED
+    final_message = ""
+
+    def reset(self, payload: str) -> None:
+        self.made_of = json.loads(payload)
+
+    def get_reward(self) -> float:
+        found = re.findall(self.pattern, self.final_message, re.DOTALL)
+        answer = found[-1] if found else self.final_message.strip()
+        dataset = type(self)._make(self.made_of["seed"])
+        with suppress(Exception):  # of a scorer that cannot read the answer
+            return float(dataset.score_answer(answer, dataset[self.made_of["index"]]))
+        return 0.0
+
+
+class Questions:
+    """The different questions of a dataset, in its order; the text of each decides its split."""
+
+    def __init__(self, dataset: Any, seed: int, family: str) -> None:
+        self._dataset = dataset
+        self._seed = seed
+        self._family = family
+        self._tasks: dict[str, list[Task]] = {split: [] for split in SPLITS}
+        self._seen = set[bytes]()
+        self._next = 0
+        self._answers = list[str]()  # the latest ones
+
+    def take(self, n: int, split: str) -> list[Task]:
+        """Return up to `n` tasks of a split."""
+        found = self._tasks[split]
+        missed = 0
+        while len(found) < n and missed < MAX_MISSES and self._next < len(self._dataset):
+            count = len(found)
+            self._take_next()
+            missed = 0 if len(found) > count else missed + 1
+        return found[:n]
+
+    def _take_next(self) -> None:
+        index, self._next = self._next, self._next + 1
+        entry = self._dataset[index]
+        digest = blake2b(entry["question"].encode(), digest_size=8).digest()
+        if digest in self._seen:
+            return
+        self._seen.add(digest)
+        split = SPLITS[int.from_bytes(digest, "big") % len(SPLITS)]
+        payload: dict[str, Any] = {"seed": self._seed, "index": index}
+        if isinstance(answer := entry["answer"], str):
+            payload["goal"] = {"answer": answer, "others": [*self._answers]}
+            self._answers = [*self._answers, answer][-NUM_OPTIONS:]
+        about = entry["metadata"]
+        name = about.get(self._family, about.get("difficulty", {}).get(self._family, ""))
+        self._tasks[split].append(
+            Task(
+                domain="",
+                id=f"{split}-{index}",
+                prompt=({"role": "user", "content": entry["question"]},),
+                payload=json.dumps(payload),
+                family=str(name),
+            )
+        )
+
+
+def expert(agent: Agent, goal: dict[str, Any]) -> str:
+    options = [goal["answer"], *(o for o in goal["others"] if o != goal["answer"])]
+    return agent.decide(goal["answer"], options) if len(options) > 1 else goal["answer"]
+
+
+def reasoning_gym(
+    name: str,
+    answer: str = TAGGED,
+    family: str = "source_dataset",
+    size: int = 20_000,
+    **configuration: Any,
+) -> Domain:
+    """Return the domain of a dataset. Raises UserError for an unknown one.
+
+    `answer` is a regular expression: its last match (or its group) in the message is the answer,
+    else the whole message is. `family` is the key of the metadata that names a task's family.
+    `size` is the number of questions that are generated at most, equal ones included. The dataset
+    `composite` has `datasets`, a list of {name, weight, config}.
+    """
+    library = installed("reasoning_gym", "pip install reasoning-gym")
+    known = library.factory.DATASETS
+    if name not in known:
+        near = nearest(name, known)
+        raise UserError(f"no dataset {name}" + f"; did you mean {near}?" * bool(near))
+    try:
+        re.compile(answer)
+    except re.error as error:
+        raise UserError(f"argument answer: got {answer!r} ({error}); mend it") from None
+    if "datasets" in configuration:
+        of = library.composite.DatasetSpec
+        specs = [of(**{"weight": 1.0, "config": {}} | spec) for spec in configuration["datasets"]]
+        configuration = {**configuration, "datasets": specs}
+
+    @cache
+    def make(seed: int) -> Any:
+        key = stream_key("reasoning_gym", name, seed) % 2**31
+        return library.create_dataset(name, seed=key, size=size, **configuration)
+
+    @cache
+    def questions(seed: int) -> Questions:
+        return Questions(make(seed), seed, family)
+
+    def generate_tasks(seed: int, n: int, split: str, difficulty: str) -> list[Task]:
+        return questions(seed).take(n, split)
+
+    make(0)  # so that a wrong configuration is told at once
+    about = {"environment": f"reasoning_gym:{name}", "version": version("reasoning-gym")}
+    kind = type("Question", (Question,), {"_make": staticmethod(make), "pattern": answer})
+    return Domain(
+        name="",
+        environment=kind,
+        generate_tasks=generate_tasks,
+        expert=expert,
+        about=partial(dict, about),
+    )
