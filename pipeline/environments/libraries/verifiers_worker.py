@@ -1,0 +1,174 @@
+"""The process in which an environment of verifiers plays, in any Python that has verifiers.
+
+It imports nothing of this package. Its input and output are lines of JSON. The first line names the
+environment. Then `rows` asks for its data, and `play` plays an episode, many at once, until the
+input ends, as the rank ends.
+"""
+
+import asyncio
+import json
+import logging
+import math
+import os
+import shutil
+import sys
+import sysconfig
+import traceback
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+
+HERE = os.path.dirname(os.path.abspath(__file__))  # its modules have the names of libraries
+sys.path[:] = [path for path in sys.path if os.path.abspath(path) != HERE]
+MAX_ENDLESS = 1000  # tasks of a taskset without an end
+MAX_TEXT = 500  # characters of an error
+OUTAGES = ("InfraError", "SandboxError", "TunnelError")  # what verifiers says of services
+LIBRARIES = tuple(map(sysconfig.get_path, ("stdlib", "purelib", "platlib")))
+KEY = "POLICY_API_KEY"  # verifiers wants a variable with a key, but the address has it
+
+
+class Environment:
+    """An environment of verifiers v0."""
+
+    serving = nullcontext
+
+    def __init__(self, name: str, arguments: dict[str, Any]) -> None:
+        import verifiers
+        from openai import AsyncOpenAI
+
+        self.env = verifiers.load_environment(name, **arguments)
+        if self.env.requires_group_rollouts:
+            raise ValueError("its rubric compares the episodes of a group; score each by itself")
+        self.client = AsyncOpenAI(base_url="http://unused", api_key="unused", timeout=None)
+
+    def rows(self) -> list[list[Any]]:
+        """Return the rows to train on, and those to evaluate."""
+        return [
+            [*(rows or ())] for rows in (self.env.build_dataset(), self.env.build_eval_dataset())
+        ]
+
+    async def play(self, row: dict[str, Any], index: int, url: str) -> dict[str, float]:
+        """Return the parts of the reward, which add up to it."""
+        from verifiers.clients import OpenAIChatCompletionsClient
+
+        client = OpenAIChatCompletionsClient(self.client.with_options(base_url=url))
+        output = await self.env.run_rollout(row, client, "policy", {})
+        if error := output.get("error"):
+            raise RuntimeError(error["error_chain_repr"])
+        rubrics = getattr(self.env.rubric, "rubrics", [self.env.rubric])
+        pairs = [pair for one in rubrics for pair in zip(one.funcs, one.weights, strict=True)]
+        weights = {getattr(function, "__name__", ""): weight for function, weight in pairs}
+        metrics = output.get("metrics") or {}
+        parts = {name: weights[name] * metrics[name] for name in metrics if weights.get(name)}
+        rest = output["reward"] - math.fsum(parts.values())
+        return parts if abs(rest) < 1e-9 else {**parts, "other": rest}  # by rules of its own
+
+
+class Taskset:
+    """A taskset of verifiers v1, or an environment with one agent, whose seat is `agent`."""
+
+    def __init__(self, name: str, arguments: dict[str, Any]) -> None:
+        from verifiers.v1.utils import loaders
+
+        if not shutil.which("uv"):
+            raise ValueError("verifiers starts its programs with uv; pip install uv beside it")
+        agent = {"runtime": {"type": "subprocess"}, "harness": {"id": "null"}}
+        if loaders.default_harness_id(name) == name:  # else bash, which runs what the model says
+            del agent["harness"]
+        agent |= arguments.pop("agent", {})
+        config = {"agent": agent, "taskset": {**arguments, "id": name}}
+        self.env = loaders.load_environment(loaders.resolve_env_config(config))
+        self.serving = self.env.serving
+        tasks = self.env.taskset
+        self.tasks = [*(tasks if tasks.bounded else tasks.take(MAX_ENDLESS))]
+
+    def rows(self) -> list[list[Any]]:
+        return [
+            [
+                task.data.model_dump(mode="json", exclude={"idx"}, exclude_none=True)
+                for task in self.tasks
+            ],
+            [],
+        ]
+
+    async def play(self, row: dict[str, Any], index: int, url: str) -> dict[str, float]:
+        import verifiers.v1 as vf
+
+        client = vf.EvalClientConfig(base_url=url, api_key_var=KEY)
+        context = vf.ModelContext(model="policy", client=client)
+        episode = await self.env.run_episode(self.tasks[index], context)
+        if not episode.ok:
+            errors = [*episode.errors, *(one for trace in episode.traces for one in trace.errors)]
+            raise RuntimeError("; ".join(f"{one.type}: {one.message}" for one in errors))
+        rewards = episode.traces[0].rewards.items()
+        return {name: reward.value for name, reward in rewards if reward and reward.weight}
+
+
+def described(error: BaseException, name: str) -> str:
+    """Return the first cause of an exception as one line, with a line of the environment's file."""
+    while error.__cause__ is not None:  # in verifiers' own words
+        error = error.__cause__
+    module = os.sep + name.rpartition("/")[2].replace("-", "_")
+    own = [
+        f" ({os.path.basename(frame.filename)}, line {frame.lineno}: {frame.line})"
+        for frame in traceback.extract_tb(error.__traceback__)
+        if module in frame.filename or not frame.filename.startswith((*LIBRARIES, HERE, "<"))
+    ]
+    return " ".join(f"{type(error).__name__}: {error}".split())[:MAX_TEXT] + "".join(own[-1:])
+
+
+async def serve(env: Any, name: str, lines: Any, answer: Callable[..., None]) -> None:
+    """Answer requests until there are no more; what still plays is cancelled."""
+    playing = dict[int, asyncio.Task[None]]()
+    read = partial(asyncio.get_running_loop().run_in_executor, ThreadPoolExecutor(1))
+
+    async def reply(id: int, call: str, **arguments: Any) -> None:
+        try:
+            value = env.rows() if call == "rows" else await env.play(**arguments)
+            answer(id=id, value=value)
+        except Exception as error:
+            answer(id=id, error=described(error, name))
+
+    async with env.serving():
+        while line := await read(lines.readline):
+            request = json.loads(line)
+            number = request["id"]
+            if request["call"] != "cancel":
+                playing[number] = asyncio.create_task(reply(**request))
+                playing[number].add_done_callback(lambda _, number=number: playing.pop(number))
+            elif number in playing:
+                playing[number].cancel()
+
+
+def main() -> None:
+    lines, out = os.fdopen(os.dup(0)), os.fdopen(os.dup(1), "w")
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.dup2(2, 1)  # libraries print
+    os.environ[KEY] = "unused"
+    notes = logging.StreamHandler()
+    told = dict[Any, Any]()  # what always fails is told once, and why nothing loads, by the rank
+    notes.addFilter(lambda note: told.setdefault((note.pathname, note.lineno), note) is note)
+    notes.addFilter(lambda note: not note.name.endswith("env_utils"))
+    logging.basicConfig(handlers=[notes], format="warning: verifiers: %(message)s")
+
+    def answer(**fields: Any) -> None:
+        is_outage = any(kind in fields.get("error", "") for kind in OUTAGES)
+        out.write(json.dumps({**fields, "is_outage": is_outage}, default=str) + "\n")
+        out.flush()
+
+    load = json.loads(lines.readline())
+    try:
+        import verifiers
+
+        env = (Environment if hasattr(verifiers, "load_environment") else Taskset)(**load)
+    except Exception as error:
+        answer(error=described(error, load["name"]))
+    else:
+        answer(version=verifiers.__version__)
+        asyncio.run(serve(env, load["name"], lines, answer))
+
+
+if __name__ == "__main__":
+    main()
