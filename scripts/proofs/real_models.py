@@ -12,6 +12,7 @@ and Gemma 3 270M base (Gemma's own terms). `three-domain-grpo convert` makes a f
 - desk: the recipe `smollm2_desk`, and its last checkpoint on the same tasks without the rules;
 - agent: the recipe `smollm2_orders`, played by `examples/openai_agent.py`, whose client of OpenAI's
   asks the policy over HTTP (needs `pip install openai`);
+- reasoning: the recipe `smollm2_reasoning` (needs reasoning-gym);
 - line: both models with the flags of the README's line for a dataset, and nothing else; a model
   that talks is judged by its last number, a base model that continues the text by its first word.
 
@@ -71,7 +72,8 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parts = {"sums": sums, "loop": loop, "desk": desk, "agent": agent, "line": line}
+    parts = {"sums": sums, "loop": loop, "desk": desk, "agent": agent}
+    parts |= {"reasoning": reasoning, "line": line}
     parser.add_argument("--parts", nargs="+", choices=parts, default=list(parts))
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--num-gpus", type=int, default=2, help="ranks of each run")
@@ -218,6 +220,25 @@ def agent(options: Any) -> Iterator[Row]:
             least(run) > 0,
         )
     yield slowest("agent", runs, 600)
+
+
+def reasoning(options: Any) -> Iterator[Row]:
+    model = str(model_of("smollm2", options.cache))
+    flags = ["--config", "smollm2_reasoning", "--model", model, "--seed"]
+    runs = [
+        trained(options.output_dir / f"reasoning-{seed}", [*flags, str(seed)], options)
+        for seed in options.seeds
+    ]
+    for seed, run in zip(options.seeds, runs, strict=True):
+        yield Row(
+            f"two datasets of reasoning-gym, seed {seed}: sampled held-out success, gain [95 %]",
+            "lower end of the gain > +.05",
+            with_interval(run),
+            least(run) > 0.05,
+        )
+    mean = fmean(run["change"] for run in runs)
+    yield Row("reasoning-gym, mean gain", ">= +.25", f"{mean:+.2f}", mean >= 0.25)
+    yield slowest("reasoning", runs, 900)
 
 
 def line(options: Any) -> Iterator[Row]:
