@@ -53,6 +53,11 @@ COMMANDS = {
     "chat": Command(
         "RUN [FLAGS]", "serve a customer in the terminal", "pipeline.commands.chat:main"
     ),
+    "rescore": Command(
+        "RUN --reward-funcs A,B [FLAGS]",
+        "score a run's saved episodes with other reward functions",
+        "pipeline.commands.rescore:main",
+    ),
     "sweep": Command(
         "[FLAGS] [-- FLAGS]",
         "run a recipe over a grid of settings and seeds, and compare the runs",

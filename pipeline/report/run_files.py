@@ -238,13 +238,14 @@ def _cells(episode: Mapping[str, Any]) -> list[Any]:
     """Return a transcript's cells under COLUMNS, without stage and step."""
     preface = {"role": "system, by the chat template", "content": episode.get("preface")}
     messages = [preface] * bool(preface["content"]) + episode["messages"]
-    conversation = "\n\n".join(map(_text, messages))
+    conversation = "\n\n".join(map(text_of, messages))
     parts = episode.get("rewards") or episode.get("reward_breakdown") or {}
     rewards = ", ".join(f"{name} {value}" for name, value in parts.items())
     return [*map(episode.get, FIELDS), rewards, conversation]
 
 
-def _text(message: Mapping[str, Any]) -> str:
+def text_of(message: Mapping[str, Any]) -> str:
+    """Return a message as text: its role, its content, and its calls of tools."""
     calls = [call["function"] for call in message.get("tool_calls") or ()]
     lines = [f"{call['name']}({json.dumps(call['arguments'])})" for call in calls]
     content = message.get("content")
