@@ -14,6 +14,7 @@ from typing import Any, Literal
 from zlib import crc32
 
 import requests
+from requests.exceptions import SSLError
 
 from pipeline.common.console import installed
 from pipeline.common.errors import UserError
@@ -165,12 +166,12 @@ def openenv(
             "version": told["version"],
         }
         schemas = tuple(map(_schema, tools))
+    except (AttributeError, KeyError, TypeError, ValueError, SSLError) as error:
+        hint = "give the address of one, such as openenv:http://localhost:8000"
+        raise UserError(f"this is no server of OpenEnv ({describe(error)}); {hint}") from None
     except (requests.ConnectionError, requests.Timeout) as error:
         hint = "start it (uvicorn PACKAGE.server.app:app --port 8000, or its docker image)"
         raise UserError(f"no server answers ({type(error).__name__}); {hint}") from None
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        hint = "give the address of one, such as openenv:http://localhost:8000"
-        raise UserError(f"this is no server of OpenEnv ({describe(error)}); {hint}") from None
     server = SimpleNamespace(
         aiohttp=aiohttp,
         url=url,
