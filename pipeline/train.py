@@ -235,9 +235,8 @@ def profiled(run: Run, step: int) -> AbstractContextManager[None]:
 
 def collect(run: Run, stage: Stage, step: int) -> RolloutBatch:
     """Collect this rank's rollouts for a step."""
-    memory = None
-    if run.config.curriculum.task_sampling == "signal":
-        memory = TaskMemory(**deepcopy(run.state.task_memory))
+    by_signal = run.config.curriculum.task_sampling == "signal"
+    memory = TaskMemory(**deepcopy(run.state.task_memory)) if by_signal else None
     batch = collect_rollouts(
         run.learner.rollout, run.ranks, run.config, stage, step, run.sources, memory=memory
     )

@@ -85,8 +85,7 @@ class TaskMemory:
                 places = random_order(len(indices), *key, "pass", number // len(indices))
                 task = source[indices[places[number % len(indices)]]]
                 weight = max(FLOOR, self.chance_of(task) / highest)
-                is_taken = generator(*key, "taken", number).random() < weight
-                if is_taken and task.key not in used:
+                if task.key not in used and generator(*key, "taken", number).random() < weight:
                     used.add(task.key)
                     drawn.append(task)
         return drawn
@@ -100,11 +99,12 @@ class TaskMemory:
         """Return the numbers of tasks by their outcomes, and each family's share of `tasks`."""
         found = Counter("m" if len({*o}) > 1 else o[0] for o in self.tasks.values())
         names = {"always_solved": "s", "mixed": "m", "never_solved": "f"}
-        metrics = {f"tasks/{name}": float(found[letter]) for name, letter in names.items()}
-        if len(self.families) <= MAX_FAMILIES:
-            drawn = Counter(f"{task.domain}/{task.family}" for task in tasks)
-            metrics |= {f"draws/{name}": drawn[name] / len(tasks) for name in self.families}
-        return metrics
+        drawn = Counter(f"{task.domain}/{task.family}" for task in tasks)
+        families = self.families if len(self.families) <= MAX_FAMILIES else ()
+        return {
+            **{f"tasks/{name}": float(found[letter]) for name, letter in names.items()},
+            **{f"draws/{family}": drawn[family] / len(tasks) for family in families},
+        }
 
 
 def chance(outcomes: str, of_one_more: float = 1.0) -> float:

@@ -201,7 +201,6 @@ def report_data(run: RunData, live: bool = False) -> dict[str, Any]:
         "rewards_by_name": _rewards_by_name(run),
         "rate_of": lambda e, d, kind: with_interval(rate(e, d, kind, run.success_threshold)),
         "by_family": _by_family(run),
-        "draws": draws_in_words(run),
     }
 
 
@@ -216,23 +215,6 @@ def train_tasks_in_words(run: RunData) -> str:
     if len({*texts.values()}) == 1:
         return f"training tasks{' of each' * (len(texts) > 1)}: {next(iter(texts.values()))}"
     return "training tasks: " + ", ".join(f"{name} {text}" for name, text in texts.items())
-
-
-def draws_in_words(run: RunData) -> list[str]:
-    """Return lines about the tasks that `task_sampling: signal` met and drew, or no lines."""
-    last = run.train[-1] if run.train else {}
-    counts = [
-        f"{count:.0f} {name.removeprefix('tasks/').replace('_', ' ')}"
-        for name, count in last.items()
-        if name.startswith("tasks/")
-    ]
-    shares = [
-        f"{name.removeprefix('draws/').rstrip('/')} {share(run.train, name)}"
-        for name in last
-        if name.startswith("draws/")
-    ]
-    lines = {"Tasks by their last groups": counts, "Shares of the draws": shares}
-    return [f"{title}: {', '.join(parts)}." for title, parts in lines.items() if parts]
 
 
 def baseline_table(results: Mapping[str, Any]) -> Rows:

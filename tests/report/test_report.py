@@ -373,6 +373,6 @@ def test_a_report_has_the_outcomes_of_tasks_and_the_draws_of_families(tmp_path, 
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     text = markdown_of(folder)
     assert (
-        "\n\n- Tasks by their last groups: 3 always solved, 12 mixed, 5 never solved.\n"
-        "- Shares of the draws: retail 0.500, airline/cancel 0.500.\n\n" in text
+        "\n\n- Tasks by their last groups: always solved 3, mixed 12, never solved 5.\n"
+        "- Shares of the draws: retail/ 0.500, airline/cancel 0.500.\n\n" in text
     )
