@@ -3,7 +3,7 @@
     python scripts/proofs/task_sampling.py --seeds 1 2 3
 
 The case `levels` needs `pip install reasoning-gym`: words to spell backward and sums, at five
-levels from nearly always to never solved, each a task family; the reward is 1 for the whole
+levels from often to never solved, each a task family; the reward is 1 for the whole
 answer. `mixed` is the recipe. `tau2` is the recipe `tau2_telecom_tiny` and needs `--tau2 CHECKOUT`.
 For each seed, one warm start is the start of both runs, which then draw equally many tasks. The
 table has the share of groups with signal, and the sampled success on held-out tasks of all levels
@@ -13,7 +13,7 @@ Then 15 steps of the first seed's `signal` are made on 1, 2 and 3 ranks, and on 
 interrupted and go on from an earlier checkpoint; all must draw the same tasks and get the same
 rewards. The exit code is 1 if they do not, if the mean share of `levels` is below RATIO times that
 of `uniform`, or if success is worse by more than two standard errors. Finished runs are not
-repeated. Flags after `--` are passed to every run.
+repeated, and interrupted ones go on. Flags after `--` are passed to every run.
 """
 
 from __future__ import annotations
@@ -49,15 +49,24 @@ CASES = {
     "levels": [
         *("--domains", "levels", "--environments"),
         "{levels: scripts.proofs.task_sampling:LevelsEnvironment}",
-        *("--warm-start-steps", "350", "--warm-start-batch-size", "64", "--max-steps", "60"),
+        *("--warm-start-steps", "200", "--warm-start-batch-size", "64", "--max-steps", "60"),
         *("--tasks-per-domain", "1000", "--eval-tasks-per-domain", "200"),
         *("--max-tokens-per-turn", "12", "--max-tokens", "64"),
+    ],
+    "sums": [
+        *("--domains", "sums", "--environments"),
+        "{sums: {factory: reasoning_gym:chain_sum, arguments: {min_terms: 2, max_terms: 2,"
+        " min_digits: 1, max_digits: 4, family: num_digits}}}",
+        *("--warm-start-steps", "250", "--warm-start-batch-size", "64", "--max-steps", "40"),
+        *("--warm-start-rule-share", "1"),
+        *("--tasks-per-domain", "1000", "--eval-tasks-per-domain", "200"),
+        *("--max-tokens-per-turn", "8", "--max-tokens", "128"),
     ],
     "mixed": ["--config", "mixed", "--max-steps", "60"],
     "tau2": ["--config", "tau2_telecom_tiny", "--max-steps", "30"],
 }
-ALWAYS = ["--eval-trials", "4", "--no-eval-greedy", "--validation-steps", "0"]
-ALWAYS += ["--report-to", "none", "--save-steps", "5"]
+ALWAYS = ["--eval-trials", "4", "--no-eval-greedy", "--no-eval-on-start"]
+ALWAYS += ["--validation-steps", "0", "--report-to", "none", "--save-steps", "5"]
 
 
 # The domain
@@ -169,6 +178,8 @@ def measured(folder: Path, case: str, seed: int, flags: list[str]) -> dict[str, 
 def made(folder: Path, flags: list[str], num_ranks: int = 1) -> Path:
     if not (folder / "report.html").is_file():
         place = ["--num-gpus", str(num_ranks), "--output-dir", str(folder)]
+        if (folder / "checkpoints" / "latest").is_file():  # an interrupted run
+            place += ["--resume-from-checkpoint", "latest"]
         finish_run([*flags, *place], folder.with_name(f"{folder.name}.log"))
     return folder
 

@@ -3,13 +3,16 @@
 import json
 import subprocess
 import sys
+from collections import Counter
+from itertools import combinations
 from math import inf
 
 import pytest
 
 from pipeline.config.cli import parse
+from pipeline.data.tasks import SPLITS
 from pipeline.models.tiny import tiny_model
-from scripts.proofs import transfer
+from scripts.proofs import task_sampling, transfer
 from tests.support import ROOT
 from tests.support.helpers import tokenizer
 
@@ -129,3 +132,11 @@ def test_every_row_of_transfer_is_another_setting_that_the_command_line_takes(se
     recipe = ["--config", "forgetting"]
     changed = parse([*recipe, *transfer.sweep.flags_of(settings)]) != parse(recipe)
     assert changed == bool(settings)
+
+
+def test_the_levels_of_task_sampling_are_equally_many_and_no_split_has_a_question_of_another():
+    tasks = {split: task_sampling.generate_tasks(1, 50, split, "medium") for split in SPLITS}
+    questions = [{task.prompt[0]["content"] for task in of} for of in tasks.values()]
+    assert all(one.isdisjoint(other) for one, other in combinations(questions, 2))
+    for of in tasks.values():
+        assert Counter(task.family for task in of) == dict.fromkeys(task_sampling.LEVELS, 10)
