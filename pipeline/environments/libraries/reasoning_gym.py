@@ -80,7 +80,9 @@ class Questions:
             payload["goal"] = {"answer": answer, "others": [*self._answers]}
             self._answers = [*self._answers, answer][-NUM_OPTIONS:]
         about = entry["metadata"]
-        name = about.get(self._family, about.get("difficulty", {}).get(self._family, ""))
+        levels = about.get("difficulty")  # of gsm_symbolic a number
+        levels = levels if isinstance(levels, dict) else {}
+        name = about.get(self._family, levels.get(self._family, ""))
         self._tasks[split].append(
             Task(
                 domain="",

@@ -99,6 +99,14 @@ def test_the_names_of_a_composite_are_families():
     assert {task.family for task in made(domain(family="num_terms"), 100)} == {*"23456"}
 
 
+@pytest.mark.parametrize("name", ["gsm_symbolic", "graph_color"])
+def test_a_level_may_be_a_number_and_an_answer_may_be_missing(name):
+    of = domain(name)
+    for task in made(of, 3):
+        assert task.family == name
+        assert try_task(of, task, "sums", 10.0, success=1.0) == ""
+
+
 def test_an_episode_is_one_message():
     of = domain(**DIGIT)
     right, wrong = made(of, 2)
