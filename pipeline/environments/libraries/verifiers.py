@@ -31,6 +31,7 @@ from pipeline.environments.faults import Outage
 
 WORKER = Path(__file__).with_name("verifiers_worker.py")
 INSTALL = "python -m venv vf && vf/bin/pip install verifiers uv; arguments: {python: vf/bin/python}"
+NO_PROXY = ("NO_PROXY", "no_proxy")  # hosts that no proxy is for
 # `cat` sees the end of its input when this process ends, however that happens, and the worker sees
 # it, too. It has some seconds to end what it holds. Then its process group is killed.
 GUARDED = '{ cat; exec >&-; sleep 5; kill -KILL 0; } | { "$@"; kill -KILL 0; }'
@@ -68,14 +69,15 @@ class Worker:
     def _start(self) -> None:
         """Start the process: its programs are beside its Python, and modules are found here."""
         inherited = os.environ
+        proxies = {name: f"{inherited.get(name, '')},127.0.0.1,localhost" for name in NO_PROXY}
         variables = {
             "PATH": f"{os.path.dirname(self._command[4])}:{inherited.get('PATH', '')}",
             "PYTHONPATH": f"{inherited.get('PYTHONPATH', '')}:{os.getcwd()}".lstrip(":"),
-            "NO_PROXY": f"{inherited.get('NO_PROXY', '')},127.0.0.1,localhost",
             "HF_DATASETS_DISABLE_PROGRESS_BARS": "1",
         }
+        environment = inherited | variables | proxies
         process: Any = Popen(
-            self._command, stdin=PIPE, stdout=PIPE, env=inherited | variables, process_group=0
+            self._command, stdin=PIPE, stdout=PIPE, env=environment, process_group=0
         )
         self._process, self._waiting = process, {}
         arguments = (process, self._waiting, self._lock, self.about)
@@ -113,9 +115,9 @@ def _read(process: Any, waiting: dict[int, Future[Any]], lock: Any, about: dict[
                 waiting.pop(said["id"]).set_exception(kind(said["error"]))
             else:
                 waiting.pop(said["id"]).set_result(said["value"])
-    with lock:
-        process.stdin.close()
+    with lock, suppress(OSError):  # it has not read all
         process.stdout.close()
+        process.stdin.close()
     for answer in waiting.values():
         answer.set_exception(Outage(why))
     process.wait()

@@ -70,8 +70,12 @@ class Taskset:
     """A taskset of verifiers v1, or an environment with one agent, whose seat is `agent`."""
 
     def __init__(self, name: str, arguments: dict[str, Any]) -> None:
+        from verifiers.v1.clients import eval as clients
         from verifiers.v1.utils import loaders
 
+        # Each address, and so each episode, would get an HTTP client of 1 MiB that is kept.
+        http = clients.build_async_httpx(clients.BaseClientConfig(api_key_var=KEY))
+        clients.build_async_httpx = lambda config: http
         if not shutil.which("uv"):
             raise ValueError("verifiers starts its programs with uv; pip install uv beside it")
         agent = {"runtime": {"type": "subprocess"}, "harness": {"id": "null"}}

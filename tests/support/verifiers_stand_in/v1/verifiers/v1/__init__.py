@@ -7,6 +7,8 @@ from itertools import count, islice
 
 import aiohttp
 
+from verifiers.v1.clients import eval as clients
+
 
 @dataclass
 class EvalClientConfig:
@@ -94,6 +96,7 @@ class Env:
             print("served", os.getpid())
 
     async def run_episode(self, task, context):
+        clients.build_async_httpx(context.client)
         assert self.is_serving and os.environ[context.client.api_key_var]
         url = f"{context.client.base_url}/chat/completions"
         body = {"messages": [{"role": "user", "content": task.data.fields["prompt"]}]}
