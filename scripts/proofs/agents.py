@@ -351,13 +351,18 @@ def compare_runs(folder: Path, options: Any) -> Iterator[Row]:
                     yield close_row(what, exact(first), exact(other))
 
 
+def modules() -> str:
+    """Return where modules are found: here, and as this process finds them."""
+    return f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"
+
+
 def kill(flags: Sequence[str], folder: Path) -> None:
     """Start a run, and kill all its processes in its second step."""
     import signal
 
     from scripts.proofs.chaos import LIMIT_S, family, saved_step, send, still_alive
 
-    run = start_run(flags, folder.with_suffix(".log"), script=ENTRY, PYTHONPATH=str(ROOT))
+    run = start_run(flags, folder.with_suffix(".log"), script=ENTRY, PYTHONPATH=modules())
     while run.poll() is None and not saved_step(folder):
         time.sleep(0.05)
     assert run.poll() is None, "the run has ended before its kill"
@@ -370,7 +375,7 @@ ENTRY = ROOT / "scripts" / "proofs" / "agents_run.py"
 
 
 def finish(flags: Sequence[str], log: Path) -> None:
-    finish_run(flags, log, script=ENTRY, PYTHONPATH=str(ROOT))
+    finish_run(flags, log, script=ENTRY, PYTHONPATH=modules())
 
 
 def exact(run: Path) -> dict[str, list[Any]]:
