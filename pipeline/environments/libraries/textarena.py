@@ -23,7 +23,7 @@ from pipeline.environments.domains import Domain, imported
 PARTIAL = ("_get_percentage_completion", "_progress", "_calculate_progress")
 REMEDIES: dict[type[Exception], str] = {  # for the exceptions of a game that cannot be made
     LookupError: "run python -m nltk.downloader words averaged_perceptron_tagger_eng",
-    SyntaxError: "its code needs a later Python, such as 3.12",
+    SyntaxError: "this Python cannot read it, 3.12 reads most",
 }
 
 

@@ -251,7 +251,7 @@ def test_an_opponent_that_fails_is_named_with_its_line(arena):
         ("Chess", {}, ("no game 'Chess'", "its games begin with Asking-v0")),
         ("Count-v0", {"smallest": 1}, ("cannot be made", "'smallest'", "mend its arguments")),
         ("Words-v0", {}, ("Resource 'words' not found.)", "python -m nltk.downloader words")),
-        ("New-v0", {}, ("unmatched '['", "later Python")),
+        ("New-v0", {}, ("unmatched '['", "3.12 reads most")),
         ("Asking-v0", {}, ("OpenRouter API key", "give what it needs")),
         ("Race-v0", {}, ("2 players", "give opponent: module:function, or judge")),
         ("Count-v0", {"opponent": "judge"}, ("1 players", "take opponent out")),
