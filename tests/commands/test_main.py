@@ -82,6 +82,7 @@ LONG = "x" * 4096
         ["watch", LONG],
         ["chat", LONG],
         ["export", LONG, "out"],
+        ["rescore", LONG, "--reward-funcs", "a:b"],
         ["export-tau2", LONG, "out"],
         ["convert", LONG, "out"],
         ["convert", "/dev/null", "out"],
