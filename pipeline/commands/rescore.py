@@ -280,7 +280,7 @@ def _scored(
         for line in lines:
             known = tasks.get((is_evaluation, *run_files.task_of(line)), ())
             task = next((t for t in known if _has_prompt(line, t, domains[t.domain])), None)
-            if line["stop_reason"] in FAILED and line["left_out"] != "reward":
+            if line["stop_reason"] in FAILED and line.get("left_out") != "reward":
                 yield line, {"left_out": FAULTY}
             elif task is None:
                 yield line, {"left_out": GONE}
@@ -301,7 +301,7 @@ def _scored(
                     "stage": stage,
                     "step": step,
                     **{name: line[name] for name in ("domain", "task_id", "trial")},
-                    "old": None if line["left_out"] else line["reward"],
+                    "old": None if line.get("left_out") else line["reward"],
                     "new": fsum(known),
                     "rewards": new,
                     "extra": trajectory.extra,
@@ -315,10 +315,14 @@ def _has_prompt(line: Line, task: Task, domain: Domain) -> bool:
 
     A loop's conversations may begin otherwise, and so may those with a model as the customer.
     """
-    *rules, request = ((m["content"] or "") for m in task.prompt)
-    *begun, asked = ((m["content"] or "") for m in line["messages"][: len(task.prompt)])
-    is_other = domain.loop is not None or "customer" in line
-    return is_other or (begun == rules and asked.startswith(request))
+    if domain.loop is not None or "customer" in line:
+        return True
+    asked, begun = (
+        [message.get("content") or "" for message in messages[: len(task.prompt)]]
+        for messages in (task.prompt, line["messages"])
+    )
+    is_whole = len(begun) == len(asked) and begun[:-1] == asked[:-1]
+    return is_whole and begun[-1].startswith(asked[-1])
 
 
 def _trajectory(line: Line) -> Trajectory:
@@ -330,7 +334,8 @@ def _trajectory(line: Line) -> Trajectory:
         else:
             conversations[-1].append(message)
     num_turns = sum(message["role"] == "assistant" for message in conversations[-1])
-    ids = list(chain(*line["ids"][-num_turns:]))
+    turns = line.get("ids", [])
+    ids = list(chain(*turns[max(0, len(turns) - num_turns) :]))
     names = {name: line[name] for name in ("domain", "task_id", "reward")}
     first, *further = (Trajectory(**names, messages=messages) for messages in conversations)
     first.further = further
@@ -382,7 +387,10 @@ def _cells(of: Mapping[str, Any]) -> list[str]:
 
 def _card(line: Line, row: Line) -> dict[str, Any]:
     """Return what the page shows of an episode that has changed."""
-    rewards = [("before", line.get("rewards") or line["reward_breakdown"]), ("now", row["rewards"])]
+    rewards = [
+        ("before", line.get("rewards") or line.get("reward_breakdown", {})),
+        ("now", row["rewards"]),
+    ]
     messages = list[tuple[str, str]]()
     for message in line["messages"]:
         role, _, text = run_files.text_of(message).partition(": ")

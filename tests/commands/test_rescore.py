@@ -225,6 +225,12 @@ def test_the_conversations_of_a_loop_are_those_that_were_saved(tmp_path):
     assert [one.messages for one in read.sequences] == [one.messages for one in whole.sequences]
     assert read.last_conversation.messages[1]["content"] == "last"
     assert read.last_conversation.completion_ids == [7, 8]
+    unheard = conversation("first", [5, 6])
+    unheard.further = [Trajectory(**kinds, messages=[ask])]
+    (line,) = episodes_in(save_transcripts(tmp_path, 1, 0, [unheard]))
+    assert _trajectory(line).last_conversation.completion_ids == []
+    (line,) = episodes_in(save_transcripts(tmp_path, 1, 0, [Trajectory(**kinds)]))
+    assert _trajectory(line).messages == []
 
 
 def test_the_command_is_in_the_list():
