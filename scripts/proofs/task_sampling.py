@@ -2,9 +2,11 @@
 
     python scripts/proofs/task_sampling.py --seeds 1 2 3
 
-The case `levels` needs `pip install reasoning-gym`: words to spell backward and sums, at five
-levels from often to never solved, each a task family; the reward is 1 for the whole
-answer. `mixed` is the recipe. `tau2` is the recipe `tau2_telecom_tiny` and needs `--tau2 CHECKOUT`.
+The case `levels` needs `pip install reasoning-gym`: words to spell backward and sums, at six
+levels from often to never solved, each a task family; the reward is 1 for the whole answer. `sums`
+has the dataset `reasoning_gym:chain_sum` alone. `mixed` is the recipe. `tau2` is the recipe
+`tau2_telecom_tiny` and needs `--tau2 CHECKOUT`.
+
 For each seed, one warm start is the start of both runs, which then draw equally many tasks. The
 table has the share of groups with signal, and the sampled success on held-out tasks of all levels
 with the difference of the two runs and its standard error over tasks.
@@ -39,18 +41,21 @@ SPELL = "Spell this word backward (example: sun -> nus): "
 SUM = "State the final answer to the following arithmetic problem: "
 WORDS = [SPELL, SUM]
 LEVELS: dict[str, tuple[str, dict[str, int]]] = {
-    "3 letters": ("spell_backward", {"min_word_len": 3, "max_word_len": 3}),
-    "5 letters": ("spell_backward", {"min_word_len": 5, "max_word_len": 5}),
-    "7 letters": ("spell_backward", {"min_word_len": 7, "max_word_len": 7}),
-    "1 digit": ("chain_sum", {"max_terms": 2, "min_digits": 1, "max_digits": 1}),
-    "4 digits": ("chain_sum", {"min_terms": 3, "min_digits": 4, "max_digits": 4}),
+    **{
+        f"{n} letters": ("spell_backward", {"min_word_len": n, "max_word_len": n})
+        for n in (3, 5, 7)
+    },
+    **{
+        f"{n} digits": ("chain_sum", {"max_terms": 2, "min_digits": n, "max_digits": n})
+        for n in (2, 3, 4)
+    },
 }
 CASES = {
     "levels": [
         *("--domains", "levels", "--environments"),
         "{levels: scripts.proofs.task_sampling:LevelsEnvironment}",
-        *("--warm-start-steps", "200", "--warm-start-batch-size", "64", "--max-steps", "60"),
-        *("--tasks-per-domain", "1000", "--eval-tasks-per-domain", "200"),
+        *("--warm-start-steps", "150", "--warm-start-batch-size", "64", "--max-steps", "40"),
+        *("--tasks-per-domain", "1200", "--eval-tasks-per-domain", "120"),
         *("--max-tokens-per-turn", "12", "--max-tokens", "64"),
     ],
     "sums": [

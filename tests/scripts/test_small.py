@@ -135,7 +135,7 @@ def test_every_row_of_transfer_is_another_setting_that_the_command_line_takes(se
 
 
 def test_the_levels_of_task_sampling_are_equally_many_and_no_split_has_a_question_of_another():
-    tasks = {split: task_sampling.generate_tasks(1, 50, split, "medium") for split in SPLITS}
+    tasks = {split: task_sampling.generate_tasks(1, 60, split, "medium") for split in SPLITS}
     questions = [{task.prompt[0]["content"] for task in of} for of in tasks.values()]
     assert all(one.isdisjoint(other) for one, other in combinations(questions, 2))
     for of in tasks.values():
