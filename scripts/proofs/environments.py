@@ -29,6 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from scripts.bench.common import finish_run, machine, parser_of, results_of, write_json
 from scripts.proofs.agents import Row, close_row, compared_row, exact, finish, kill
+from scripts.proofs.environments_verifiers import verifiers
 from scripts.proofs.same import compared
 
 SHORT = (
@@ -43,6 +44,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--only", nargs="+", choices=list(PARTS), default=list(PARTS))
     parser.add_argument("--model", default="tiny", help="folder of a model [tiny]")
     parser.add_argument("--openenv", metavar="URL", help="a server of OpenEnv, for `three`")
+    parser.add_argument("--verifiers-python", nargs=2, metavar="PYTHON", help="with v0, with v1")
     parser.add_argument("--keep", type=Path, help="write the runs here, and keep them")
     options = parser.parse_args(argv)
     figures: dict[str, float] = {}
@@ -140,6 +142,7 @@ PARTS: dict[str, Part] = {
     "textarena": textarena,
     "opponent": opponent,
     "three": three,
+    "verifiers": verifiers,
 }
 
 if __name__ == "__main__":
