@@ -8,6 +8,7 @@ each session is a task in the environments' event loop.
 import asyncio
 import os
 import shlex
+import weakref
 from hashlib import sha256
 from tempfile import TemporaryFile
 from typing import Any
@@ -149,6 +150,9 @@ def mcp(server: str, shared: bool = False) -> Domain:
             owner = Server if shared else self
             if owner.session is None or (shared and owner.session.task.done()):
                 owner.session = _Session(server, found)
+                loop = owner.session.begun.get_loop()
+                # No call is made to close an episode of a domain that hangs, or after a deadline.
+                weakref.finalize(owner, loop.call_soon_threadsafe, owner.session.over.set)
             result = await owner.session.call(name, arguments)
             texts = (getattr(c, "text", f"[{c.type}, which is not shown]") for c in result.content)
             return "\n".join(texts), result.is_error

@@ -1,5 +1,6 @@
 """Servers of tools: one for each episode or a shared one, as commands and over HTTP."""
 
+import gc
 import os
 import signal
 import socket
@@ -12,6 +13,7 @@ import pytest
 
 pytest.importorskip("mcp")
 
+from pipeline.environments.calls import environment_loop
 from pipeline.environments.libraries import mcp as module
 from pipeline.environments.libraries.mcp import mcp
 from tests.rollout.test_own_loop import LIMITS
@@ -139,6 +141,13 @@ os.kill(os.getpid(), 9)
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     gone = [p for p in psutil.Process().children() if p.pid == int(killed.stdout.split()[-1])]
     assert not psutil.wait_procs(gone, timeout=10)[1]  # this process inherits orphans
+
+
+def test_a_server_ends_with_its_environment_though_nothing_closes_it(desk):
+    environment = desk.make()
+    environment_loop.run(environment.call("note", {})).result(60)
+    del environment
+    gc.collect()  # `no_stray_processes` holds it to that
 
 
 @pytest.mark.parametrize(
