@@ -5,6 +5,8 @@ parse without an exception.
 """
 
 import json
+import os
+import random
 import re
 from contextlib import suppress
 from functools import cache, partial
@@ -22,6 +24,11 @@ from pipeline.environments.experts import Agent
 TAGGED = r"<answer>\s*(.*?)\s*</answer>"  # how reasoning-gym's own prompts ask for an answer
 SPLITS = ("validation", "test", "test", *["train"] * 7)  # of the tenths of all questions
 MAX_MISSES = 500  # questions in a row that are known or of another split: there are no more
+# Datasets that draw from sets of texts, whose order is another one in each process.
+ORDERED_BY_HASH = {
+    *("isomorphic_strings", "knight_swap", "polynomial_multiplication", "ransom_note"),
+    "word_ladder",
+}
 NUM_OPTIONS = 4  # answers of other questions that a demonstration may give
 
 
@@ -41,8 +48,20 @@ class Question:
         answer = found[-1] if found else self.final_message.strip()
         dataset = type(self)._make(self.made_of["seed"])
         with suppress(Exception):  # of a scorer that cannot read the answer
-            return float(dataset.score_answer(answer, dataset[self.made_of["index"]]))
+            entry = entry_of(dataset, self.made_of["index"])
+            return float(dataset.score_answer(answer, entry))
         return 0.0
+
+
+def entry_of(dataset: Any, index: int) -> dict[str, Any]:
+    """Return a question of a dataset, equal in each process: list_functions draws from `random`."""
+    state = random.getstate()
+    random.seed(index)
+    try:
+        entry: dict[str, Any] = dataset[index]
+    finally:
+        random.setstate(state)
+    return entry
 
 
 class Questions:
@@ -69,7 +88,7 @@ class Questions:
 
     def _take_next(self) -> None:
         index, self._next = self._next, self._next + 1
-        entry = self._dataset[index]
+        entry = entry_of(self._dataset, index)
         digest = blake2b(entry["question"].encode(), digest_size=8).digest()
         if digest in self._seen:
             return
@@ -126,6 +145,11 @@ def reasoning_gym(
         of = library.composite.DatasetSpec
         specs = [of(**{"weight": 1.0, "config": {}} | spec) for spec in configuration["datasets"]]
         configuration = {**configuration, "datasets": specs}
+
+    used = {name, *(spec.name for spec in configuration.get("datasets", ()))}
+    hashed = ", ".join(sorted(used & ORDERED_BY_HASH))
+    if hashed and os.environ.get("PYTHONHASHSEED", "random") == "random":
+        raise UserError(f"{hashed} differs in each process; set PYTHONHASHSEED=0 in the shell")
 
     @cache
     def make(seed: int) -> Any:

@@ -1,6 +1,7 @@
 """Datasets of the real reasoning-gym as domains."""
 
 import json
+import random
 
 import pytest
 
@@ -52,6 +53,14 @@ def test_tasks_are_the_same_in_any_order_of_calls_and_in_another_process():
     assert made(other, 30) == made(one, 30)
     assert made(one, 50)[:30] == made(other, 30)
     assert made(other, 20, "test") == held_out
+
+
+def test_tasks_do_not_depend_on_the_global_random_numbers():
+    made_by = []
+    for seed in (1, 2):
+        random.seed(seed)
+        made_by.append(made(domain("list_functions"), 40))
+    assert made_by[0] == made_by[1]
 
 
 def test_the_seed_of_the_tasks_makes_other_questions():
@@ -135,9 +144,12 @@ def test_its_tasks_pass_the_checks_before_a_run_and_can_be_shown():
         ("chain_sum", {"min_terms": 9}, ("max_terms must be >= min_terms",)),
         ("chain_sum", {"size": "many"}, ("argument size", "got 'many'")),
         ("chain_sum", {"answer": "("}, ("argument answer: got '('", "unterminated")),
+        ("ransom_note", {}, ("ransom_note differs in each process", "PYTHONHASHSEED=0")),
+        ("composite", {"datasets": [{"name": "word_ladder"}]}, ("word_ladder differs in each",)),
         ("composite", {}, ("at least one dataset",)),
         ("composite", {"datasets": [{"name": "sum"}]}, ("'sum' not registered",)),
     ],
 )
-def test_a_wrong_name_or_configuration_is_one_line(name, arguments, parts):
+def test_a_wrong_name_or_configuration_is_one_line(name, arguments, parts, monkeypatch):
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
     says(refusal(domain, name, **arguments), f"got 'reasoning_gym:{name}'", *parts)
