@@ -29,6 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from scripts.bench.common import finish_run, machine, parser_of, results_of, write_json
 from scripts.proofs.agents import Row, close_row, compared_row, exact, finish, kill
+from scripts.proofs.environments_mcp import mcp, mcp_http
 from scripts.proofs.environments_verifiers import verifiers
 from scripts.proofs.same import compared
 
@@ -143,6 +144,8 @@ PARTS: dict[str, Part] = {
     "opponent": opponent,
     "three": three,
     "verifiers": verifiers,
+    "mcp": mcp,
+    "mcp_http": mcp_http,
 }
 
 if __name__ == "__main__":
