@@ -71,8 +71,10 @@ def main(argv: list[str]) -> int:
     run = options.run.resolve()
     config = _config(run, options)
     out = options.output or run.with_name(f"{run.name}-rescored")
-    if out.is_dir() and any(out.iterdir()):
-        raise UserError(f"--output: got {shown(str(out))}, which is not empty; give a new folder")
+    is_full = out.is_dir() and any(out.iterdir())
+    if is_full or out.resolve().is_relative_to(run):
+        why = "is not empty" if is_full else "is in the run, whose files stay as they are"
+        raise UserError(f"--output: got {shown(str(out))}, which {why}; give a new folder")
     with written_whole(out) as folder:
         table = rescore(run, files, config, folder)
     print(aligned(table))
