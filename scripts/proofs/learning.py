@@ -18,6 +18,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from pipeline.rollout.trajectory import succeeded
 from scripts.bench.common import finish_run, machine, parser_of, results_of, write_json
 
 CONTROL = Path(__file__).with_name("control.py")
@@ -73,8 +74,12 @@ def figures(results: dict[str, Any]) -> dict[str, Any]:
         "success"
     ]
     after = results["evaluations"][-1]["success"]
+
+    def success_of(rewards: list[float]) -> float:
+        return fmean(succeeded(reward, results["success_threshold"]) for reward in rewards)
+
     differences = [
-        fmean(late) - fmean(before[domain]["tasks"][task])
+        success_of(late) - success_of(before[domain]["tasks"][task])
         for domain, success in after.items()
         for task, late in success["tasks"].items()
     ]
