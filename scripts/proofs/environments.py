@@ -30,6 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from scripts.bench.common import finish_run, machine, parser_of, results_of, write_json
 from scripts.proofs.agents import Row, close_row, compared_row, exact, finish, kill
 from scripts.proofs.environments_mcp import mcp, mcp_http
+from scripts.proofs.environments_reasoning_gym import reasoning_gym
 from scripts.proofs.environments_verifiers import verifiers
 from scripts.proofs.same import compared
 
@@ -140,6 +141,7 @@ def three(folder: Path, options: Any) -> Iterator[Row]:
 
 Part = Callable[[Path, Any], Iterator[Row]]
 PARTS: dict[str, Part] = {
+    "reasoning_gym": reasoning_gym,
     "textarena": textarena,
     "opponent": opponent,
     "three": three,

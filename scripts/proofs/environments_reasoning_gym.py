@@ -51,7 +51,7 @@ def each_dataset() -> Iterator[Row]:
         )
         for seed in (1, 2)
     ]
-    first, second = (json.loads(process.communicate()[0]) for process in processes)
+    first, second = (json.loads(process.communicate()[0].splitlines()[-1]) for process in processes)
     differing = sorted(name for name in first if first[name] != second[name])
     found = f"{len(first) - len(differing)} of {len(first)} equal in two processes"
     found += f"; other: {', '.join(differing)}" * bool(differing)
@@ -91,4 +91,4 @@ if __name__ == "__main__":
 
     random.seed(sys.argv[1])
     np.random.seed(int(sys.argv[1]))
-    print(json.dumps(played_datasets()))
+    print(f"\n{json.dumps(played_datasets())}")  # one of them prints dots
