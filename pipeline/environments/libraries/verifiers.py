@@ -6,15 +6,13 @@ weighted parts of its rubric are the parts of the reward.
 """
 
 import asyncio
-import itertools
 import json
 import os
+import secrets
 import shutil
 import sys
-import threading
 import weakref
-from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import closing
 from pathlib import Path
 from subprocess import PIPE, Popen
 from typing import Any
@@ -25,102 +23,71 @@ from pipeline.common.untrusted import shown
 from pipeline.data.rng import permutation
 from pipeline.data.rows import with_usual_messages
 from pipeline.data.splits import LEAST, Census, same_by
-from pipeline.data.tasks import Task
+from pipeline.data.tasks import SPLITS, Task
 from pipeline.environments.domains import Domain
 from pipeline.environments.faults import Outage
 
 WORKER = Path(__file__).with_name("verifiers_worker.py")
 INSTALL = "python -m venv vf && vf/bin/pip install verifiers uv; arguments: {python: vf/bin/python}"
 NO_PROXY = ("NO_PROXY", "no_proxy")  # hosts that no proxy is for
+OUTAGES = ("InfraError", "SandboxError", "TunnelError")  # what verifiers says of services
+ENDED = "the process of verifiers has ended"
 # `cat` sees the end of its input when this process ends, however that happens, and the worker sees
 # it, too. It has some seconds to end what it holds. Then its process group is killed.
 GUARDED = '{ cat; exec >&-; sleep 5; kill -KILL 0; } | { "$@"; kill -KILL 0; }'
 
 
 class Worker:
-    """A loop that plays episodes in the process of an environment, which begins again if it ends.
+    """A loop that plays episodes in the process of an environment, over a connection for each.
 
-    A thread reads the answers. What is not answered when the process ends is an Outage.
+    When the process has ended, each episode is an Outage.
     """
 
     __name__ = "verifiers"
 
     def __init__(self, python: str, name: str, arguments: dict[str, Any]) -> None:
-        self._command = ["/bin/sh", "-c", GUARDED, "sh", python, str(WORKER)]
-        self._load = {"name": name, "arguments": arguments}
-        self._lock = threading.Lock()
-        self._numbers = itertools.count()
-        self._process: Any = None
-        self._waiting = dict[int, Future[Any]]()
-        self.about = {"environment": f"verifiers:{name}"}
+        """Start the process: its programs are beside its Python, and modules are found here.
 
-    def ask(self, **request: Any) -> tuple[int, Future[Any]]:
-        """Send a request; return its number, and its answer."""
-        answer = Future[Any]()
-        answer.set_running_or_notify_cancel()  # makes `answer.cancel` ineffective
-        with self._lock:
-            if self._process is None or self._process.stdout.closed:
-                self._start()
-            number = next(self._numbers)
-            self._waiting[number] = answer
-            self._send(id=number, **request)
-        return number, answer
-
-    def _start(self) -> None:
-        """Start the process: its programs are beside its Python, and modules are found here."""
+        Raises RuntimeError if it cannot load the environment.
+        """
         inherited = os.environ
         proxies = {name: f"{inherited.get(name, '')},127.0.0.1,localhost" for name in NO_PROXY}
         variables = {
-            "PATH": f"{os.path.dirname(self._command[4])}:{inherited.get('PATH', '')}",
+            "PATH": f"{os.path.dirname(python)}:{inherited.get('PATH', '')}",
             "PYTHONPATH": f"{inherited.get('PYTHONPATH', '')}:{os.getcwd()}".lstrip(":"),
             "HF_DATASETS_DISABLE_PROGRESS_BARS": "1",
         }
+        command = ["/bin/sh", "-c", GUARDED, "sh", python, str(WORKER)]
         environment = inherited | variables | proxies
-        process: Any = Popen(
-            self._command, stdin=PIPE, stdout=PIPE, env=environment, process_group=0
-        )
-        self._process, self._waiting = process, {}
-        arguments = (process, self._waiting, self._lock, self.about)
-        threading.Thread(target=_read, args=arguments, daemon=True).start()
-        weakref.finalize(self, process.stdin.close)
-        self._send(**self._load)
-
-    def _send(self, **line: Any) -> None:
-        with suppress(OSError, ValueError):  # it has ended
-            self._process.stdin.write(json.dumps(line).encode() + b"\n")
-            self._process.stdin.flush()
+        process: Any = Popen(command, stdin=PIPE, stdout=PIPE, env=environment, process_group=0)
+        self.end = weakref.finalize(self, process.stdin.close)
+        self._key = secrets.token_hex()  # other users of the machine can connect, too
+        load = {"name": name, "arguments": arguments, "key": self._key}
+        try:
+            process.stdin.write(json.dumps(load).encode() + b"\n")
+            process.stdin.flush()
+            said = json.loads(process.stdout.readline())
+        except (OSError, ValueError):
+            said = dict[str, Any](error=ENDED)
+        if "error" in said:
+            process.communicate()  # ends it
+            raise RuntimeError(said["error"])
+        self.rows = said["rows"]
+        self.version = said["version"]
+        self._port = said["port"]
 
     async def __call__(self, policy: Any, task: Task) -> Any:
-        played = json.loads(task.payload)
-        number, answer = self.ask(call="play", url=policy.base_url, **played)
+        request = {"key": self._key, "url": policy.base_url, **json.loads(task.payload)}
         try:
-            return await asyncio.wrap_future(answer)
-        except asyncio.CancelledError:
-            self._send(id=number, call="cancel")
-            raise
-
-
-def _read(process: Any, waiting: dict[int, Future[Any]], lock: Any, about: dict[str, Any]) -> None:
-    """Take a process's answers until it ends. A line that is no answer ends it."""
-    why = "the process of verifiers has ended"
-    with suppress(ValueError, KeyError, TypeError, OSError):
-        for line in process.stdout:
-            said = json.loads(line)
-            if "version" in said:
-                about["verifiers"] = said["version"]
-            elif "id" not in said:
-                why = said["error"]
-            elif "error" in said:
-                kind = Outage if said["is_outage"] else RuntimeError
-                waiting.pop(said["id"]).set_exception(kind(said["error"]))
-            else:
-                waiting.pop(said["id"]).set_result(said["value"])
-    with lock, suppress(OSError):  # it has not read all
-        process.stdout.close()
-        process.stdin.close()
-    for answer in waiting.values():
-        answer.set_exception(Outage(why))
-    process.wait()
+            reader, writer = await asyncio.open_connection("127.0.0.1", self._port)
+            with closing(writer):  # the process cancels an episode whose connection is closed
+                writer.write(json.dumps(request).encode() + b"\n")
+                answer = json.loads(await reader.read())
+        except (OSError, ValueError):
+            raise Outage(f"{ENDED}; resume the run") from None
+        if error := answer.get("error"):
+            raise (Outage if any(kind in error for kind in OUTAGES) else RuntimeError)(error)
+        return answer["value"]
 
 
 def _task(name: str, row: dict[str, Any], index: int) -> Task:
@@ -146,17 +113,18 @@ def _splits(trained: list[Task], evaluated: list[Task]) -> dict[str, list[Task]]
     drawn by a hash.
     """
     same = same_by(())
+    tasks = trained or evaluated
+    drawn = Census(tasks, same).split(None, len(tasks), len(tasks))
+    parts = [(tasks, drawn.train), (tasks, drawn.validation), (tasks, drawn.held_out)]
     if trained and evaluated:
         held = Census(evaluated, same).drawn(len(evaluated))
         free = Census(trained, same, held_out=evaluated).split(None, 0, 0).train
         if free and len(held) > 1:
-            of = {"train": (trained, free), "validation": (evaluated, held[::2])}
-            of["test"] = evaluated, held[1::2]
-            return {name: [tasks[n] for n in numbers] for name, (tasks, numbers) in of.items()}
-    tasks = trained or evaluated
-    split = Census(tasks, same).split(None, len(tasks), len(tasks))
-    parts = {"train": split.train, "validation": split.validation, "test": split.held_out}
-    return {name: [tasks[number] for number in numbers] for name, numbers in parts.items()}
+            parts = [(trained, free), (evaluated, held[::2]), (evaluated, held[1::2])]
+    return {
+        split: [of[number] for number in numbers]
+        for split, (of, numbers) in zip(SPLITS, parts, strict=True)
+    }
 
 
 def verifiers(name: str, python: str = sys.executable, **arguments: Any) -> Domain:
@@ -168,16 +136,15 @@ def verifiers(name: str, python: str = sys.executable, **arguments: Any) -> Doma
     installed("aiohttp", "pip install 'three-domain-grpo[agents]'")  # of the policy's address
     if not (path := shutil.which(python)):
         raise UserError(f"there is no Python {shown(python)}; {INSTALL}")
-    worker = Worker(os.path.abspath(path), name, arguments)
     try:
-        rows = worker.ask(call="rows")[1].result()
-    except (Outage, RuntimeError) as error:
+        worker = Worker(os.path.abspath(path), name, arguments)
+    except RuntimeError as error:
         missing = "No module named 'verifiers'" in str(error)
         hint = INSTALL if missing else f"mend it, or install what it needs for {path}"
         raise UserError(f"{error}; {hint}") from None
     sets = [
         [_task(kind, row, index) for index, row in enumerate(of)]
-        for kind, of in zip(("train", "eval"), rows, strict=True)
+        for kind, of in zip(("train", "eval"), worker.rows, strict=True)
     ]
     splits = _splits(*sets)
     if not all(splits.values()):
@@ -188,10 +155,11 @@ def verifiers(name: str, python: str = sys.executable, **arguments: Any) -> Doma
         tasks = splits[split]
         return [tasks[number] for number in permutation(len(tasks), "verifiers", seed)[:n]]
 
+    about = {"environment": f"verifiers:{name}", "verifiers": worker.version}
     return Domain(
         name="",
         loop=worker,
         generate_tasks=generate_tasks,
-        about=lambda: worker.about,
-        is_process=not worker.about["verifiers"].startswith("0.1."),  # an episode of v1 has some
+        about=lambda: about,
+        is_process=not worker.version.startswith("0.1."),  # an episode of v1 has some
     )

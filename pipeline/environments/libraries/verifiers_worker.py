@@ -1,8 +1,8 @@
 """The process in which an environment of verifiers plays, in any Python that has verifiers.
 
-It imports nothing of this package. Its input and output are lines of JSON. The first line names the
-environment. Then `rows` asks for its data, and `play` plays an episode, many at once, until the
-input ends, as the rank ends.
+It imports nothing of this package. The first line of its input names the environment, and a line of
+its output tells the environment's data and a port, all in JSON. Each connection to the port plays
+an episode, many at once. The process ends when its input ends, as the rank ends.
 """
 
 import asyncio
@@ -14,18 +14,16 @@ import shutil
 import sys
 import sysconfig
 import traceback
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
-from functools import partial
+from contextlib import closing, nullcontext
 from typing import Any
 
 HERE = os.path.dirname(os.path.abspath(__file__))  # its modules have the names of libraries
 sys.path[:] = [path for path in sys.path if os.path.abspath(path) != HERE]
 MAX_ENDLESS = 1000  # tasks of a taskset without an end
 MAX_TEXT = 500  # characters of an error
-OUTAGES = ("InfraError", "SandboxError", "TunnelError")  # what verifiers says of services
 LIBRARIES = tuple(map(sysconfig.get_path, ("stdlib", "purelib", "platlib")))
+MAX_BYTES = 1 << 30  # of a request
 KEY = "POLICY_API_KEY"  # verifiers wants a variable with a key, but the address has it
 
 
@@ -123,27 +121,30 @@ def described(error: BaseException, name: str) -> str:
     return " ".join(f"{type(error).__name__}: {error}".split())[:MAX_TEXT] + "".join(own[-1:])
 
 
-async def serve(env: Any, name: str, lines: Any, answer: Callable[..., None]) -> None:
-    """Answer requests until there are no more; what still plays is cancelled."""
-    playing = dict[int, asyncio.Task[None]]()
-    read = partial(asyncio.get_running_loop().run_in_executor, ThreadPoolExecutor(1))
+async def serve(env: Any, name: str, key: str, lines: Any, out: Any) -> None:
+    """Play an episode for each connection; what still plays when the input ends is cancelled."""
 
-    async def reply(id: int, call: str, **arguments: Any) -> None:
-        try:
-            value = env.rows() if call == "rows" else await env.play(**arguments)
-            answer(id=id, value=value)
-        except Exception as error:
-            answer(id=id, error=described(error, name))
+    async def play(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with closing(writer):
+            request = json.loads(await reader.readline() or "{}")
+            if request.pop("key", "") != key:
+                return
+            own: Any = asyncio.current_task()
+            closed = asyncio.create_task(reader.read())
+            closed.add_done_callback(lambda _: own.cancel())
+            try:
+                answer = {"value": await env.play(**request)}
+            except Exception as error:
+                answer = {"error": described(error, name)}
+            writer.write(json.dumps(answer, default=float).encode())
 
     async with env.serving():
-        while line := await read(lines.readline):
-            request = json.loads(line)
-            number = request["id"]
-            if request["call"] != "cancel":
-                playing[number] = asyncio.create_task(reply(**request))
-                playing[number].add_done_callback(lambda _, number=number: playing.pop(number))
-            elif number in playing:
-                playing[number].cancel()
+        server = await asyncio.start_server(play, "127.0.0.1", limit=MAX_BYTES, backlog=1024)
+        _, port = server.sockets[0].getsockname()
+        told = {"version": sys.modules["verifiers"].__version__, "rows": env.rows(), "port": port}
+        out.write(json.dumps(told, default=str) + "\n")
+        out.flush()
+        await asyncio.get_running_loop().run_in_executor(ThreadPoolExecutor(1), lines.read)
 
 
 def main() -> None:
@@ -157,21 +158,15 @@ def main() -> None:
     notes.addFilter(lambda note: not note.name.endswith("env_utils"))
     logging.basicConfig(handlers=[notes], format="warning: verifiers: %(message)s")
 
-    def answer(**fields: Any) -> None:
-        is_outage = any(kind in fields.get("error", "") for kind in OUTAGES)
-        out.write(json.dumps({**fields, "is_outage": is_outage}, default=str) + "\n")
-        out.flush()
-
     load = json.loads(lines.readline())
+    name, key = load["name"], load.pop("key")
     try:
         import verifiers
 
         env = (Environment if hasattr(verifiers, "load_environment") else Taskset)(**load)
+        asyncio.run(serve(env, name, key, lines, out))
     except Exception as error:
-        answer(error=described(error, load["name"]))
-    else:
-        answer(version=verifiers.__version__)
-        asyncio.run(serve(env, load["name"], lines, answer))
+        print(json.dumps({"error": described(error, name)}), file=out, flush=True)
 
 
 if __name__ == "__main__":
