@@ -9,7 +9,7 @@ import os
 import random
 import re
 from contextlib import suppress
-from functools import cache, partial
+from functools import cache
 from hashlib import blake2b
 from importlib.metadata import version
 from typing import Any
@@ -21,7 +21,8 @@ from pipeline.data.tasks import Task
 from pipeline.environments.domains import Domain
 from pipeline.environments.experts import Agent
 
-TAGGED = r"<answer>\s*(.*?)\s*</answer>"  # how reasoning-gym's own prompts ask for an answer
+# How reasoning-gym's own prompts ask for an answer.
+TAGGED = re.compile(r"<answer>\s*(.*?)\s*</answer>", re.DOTALL)
 SPLITS = ("validation", "test", "test", *["train"] * 7)  # of the tenths of all questions
 MAX_MISSES = 500  # questions in a row that are known or of another split: there are no more
 # Datasets that draw from sets of texts, whose order is another one in each process.
@@ -44,11 +45,11 @@ class Question:
         self.made_of = json.loads(payload)
 
     def get_reward(self) -> float:
-        found = re.findall(self.pattern, self.final_message, re.DOTALL)
+        found = self.pattern.findall(self.final_message)
         answer = found[-1] if found else self.final_message.strip()
         dataset = type(self)._make(self.made_of["seed"])
+        entry = entry_of(dataset, self.made_of["index"])
         with suppress(Exception):  # of a scorer that cannot read the answer
-            entry = entry_of(dataset, self.made_of["index"])
             return float(dataset.score_answer(answer, entry))
         return 0.0
 
@@ -57,60 +58,47 @@ def entry_of(dataset: Any, index: int) -> dict[str, Any]:
     """Return a question of a dataset, equal in each process: list_functions draws from `random`."""
     state = random.getstate()
     random.seed(index)
-    try:
-        entry: dict[str, Any] = dataset[index]
-    finally:
-        random.setstate(state)
+    entry: dict[str, Any] = dataset[index]
+    random.setstate(state)
     return entry
 
 
-class Questions:
-    """The different questions of a dataset, in its order; the text of each decides its split."""
+def tasks_of(dataset: Any, seed: int, n: int, split: str, family: str) -> list[Task]:
+    """Return up to `n` tasks of a split: different questions, the text of each decides its split.
 
-    def __init__(self, dataset: Any, seed: int, family: str) -> None:
-        self._dataset = dataset
-        self._seed = seed
-        self._family = family
-        self._tasks: dict[str, list[Task]] = {split: [] for split in SPLITS}
-        self._seen = set[bytes]()
-        self._next = 0
-        self._answers = list[str]()  # the latest ones
-
-    def take(self, n: int, split: str) -> list[Task]:
-        """Return up to `n` tasks of a split."""
-        found = self._tasks[split]
-        missed = 0
-        while len(found) < n and missed < MAX_MISSES and self._next < len(self._dataset):
-            count = len(found)
-            self._take_next()
-            missed = 0 if len(found) > count else missed + 1
-        return found[:n]
-
-    def _take_next(self) -> None:
-        index, self._next = self._next, self._next + 1
-        entry = entry_of(self._dataset, index)
+    They are the same in each call, and so is the beginning of more of them.
+    """
+    found = list[Task]()
+    seen = set[bytes]()
+    answers = list[str]()  # the latest ones
+    last = -1
+    for index in range(len(dataset)):
+        if len(found) == n or index - last > MAX_MISSES:
+            break
+        entry = entry_of(dataset, index)
         digest = blake2b(entry["question"].encode(), digest_size=8).digest()
-        if digest in self._seen:
-            return
-        self._seen.add(digest)
-        split = SPLITS[int.from_bytes(digest, "big") % len(SPLITS)]
-        payload: dict[str, Any] = {"seed": self._seed, "index": index}
+        if digest in seen:
+            continue
+        seen.add(digest)
+        payload: dict[str, Any] = {"seed": seed, "index": index}
         if isinstance(answer := entry["answer"], str):
-            payload["goal"] = {"answer": answer, "others": [*self._answers]}
-            self._answers = [*self._answers, answer][-NUM_OPTIONS:]
+            payload["goal"] = {"answer": answer, "others": answers}
+            answers = [*answers, answer][-NUM_OPTIONS:]
+        if SPLITS[int.from_bytes(digest, "big") % len(SPLITS)] != split:
+            continue
+        last = index
         about = entry["metadata"]
         levels = about.get("difficulty")  # of gsm_symbolic a number
-        levels = levels if isinstance(levels, dict) else {}
-        name = about.get(self._family, levels.get(self._family, ""))
-        self._tasks[split].append(
-            Task(
-                domain="",
-                id=f"{split}-{index}",
-                prompt=({"role": "user", "content": entry["question"]},),
-                payload=json.dumps(payload),
-                family=str(name),
-            )
+        name = {**(levels if isinstance(levels, dict) else {}), **about}.get(family, "")
+        task = Task(
+            domain="",
+            id=f"{split}-{index}",
+            prompt=({"role": "user", "content": entry["question"]},),
+            payload=json.dumps(payload),
+            family=str(name),
         )
+        found.append(task)
+    return found
 
 
 def expert(agent: Agent, goal: dict[str, Any]) -> str:
@@ -120,7 +108,7 @@ def expert(agent: Agent, goal: dict[str, Any]) -> str:
 
 def reasoning_gym(
     name: str,
-    answer: str = TAGGED,
+    answer: re.Pattern[str] = TAGGED,
     family: str = "source_dataset",
     size: int = 20_000,
     **configuration: Any,
@@ -137,10 +125,6 @@ def reasoning_gym(
     if name not in known:
         near = nearest(name, known)
         raise UserError(f"no dataset {name}" + f"; did you mean {near}?" * bool(near))
-    try:
-        re.compile(answer)
-    except re.error as error:
-        raise UserError(f"argument answer: got {answer!r} ({error}); mend it") from None
     if "datasets" in configuration:
         of = library.composite.DatasetSpec
         specs = [of(**{"weight": 1.0, "config": {}} | spec) for spec in configuration["datasets"]]
@@ -156,20 +140,18 @@ def reasoning_gym(
         key = stream_key("reasoning_gym", name, seed) % 2**31
         return library.create_dataset(name, seed=key, size=size, **configuration)
 
-    @cache
-    def questions(seed: int) -> Questions:
-        return Questions(make(seed), seed, family)
-
     def generate_tasks(seed: int, n: int, split: str, difficulty: str) -> list[Task]:
-        return questions(seed).take(n, split)
+        return tasks_of(make(seed), seed, n, split, family)
 
     make(0)  # so that a wrong configuration is told at once
-    about = {"environment": f"reasoning_gym:{name}", "version": version("reasoning-gym")}
     kind = type("Question", (Question,), {"_make": staticmethod(make), "pattern": answer})
     return Domain(
         name="",
         environment=kind,
         generate_tasks=generate_tasks,
         expert=expert,
-        about=partial(dict, about),
+        about=lambda: {
+            "environment": f"reasoning_gym:{name}",
+            "version": version("reasoning-gym"),
+        },
     )
