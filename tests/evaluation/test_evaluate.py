@@ -302,6 +302,8 @@ def played_step(rank):
         samples=[Sample(trajectory=t, index=i, kept=True) for i, t in enumerate(trajectories)],
         num_first=2,
         rounds=[2, 2],
+        tasks=[],
+        memory=None,
     )
 
 

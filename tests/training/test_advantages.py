@@ -65,7 +65,7 @@ def test_advantages_of_a_domain_are_scaled() -> None:
     rewards = [1.0, 0.0, 1.0, 0.0, 1.0, 1.0]
     played = [make_trajectory(domain=d, reward=r) for d, r in zip(domains, rewards, strict=True)]
     samples = [Sample(trajectory=t, index=i, kept=True) for i, t in enumerate(played)]
-    batch = RolloutBatch(samples=samples, num_first=6, rounds=[3])
+    batch = RolloutBatch(samples=samples, num_first=6, rounds=[3], tasks=[], memory=None)
     give_advantages(batch, Ranks(0, 1, 5), config)
     assert [sample.advantage for sample in samples] == [0.5, -0.5, 1.5, -1.5, 0.0, 0.0]
     assert [sample.kept for sample in samples] == [True, True, True, True, False, False]
