@@ -69,11 +69,7 @@ class Episode:
         return self.reward
 
     async def close(self) -> None:
-        with suppress(ConnectionError):
-            await self._socket.send_json({"type": "close"})
-        # The server has ended the session when it closes.
-        await asyncio.wait([self._next], timeout=CLOSE_S)
-        await self._socket.close()
+        await self._socket.close()  # which ends the session; the next one may have to wait for it
         self._drop()
 
     async def _begin(self, given: dict[str, Any]) -> dict[str, Any]:

@@ -8,11 +8,9 @@ an episode, many at once. The process ends when its input ends, as the rank ends
 import asyncio
 import json
 import logging
-import math
 import os
 import shutil
 import sys
-import sysconfig
 import traceback
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, nullcontext
@@ -22,7 +20,6 @@ HERE = os.path.dirname(os.path.abspath(__file__))  # its modules have the names 
 sys.path[:] = [path for path in sys.path if os.path.abspath(path) != HERE]
 MAX_ENDLESS = 1000  # tasks of a taskset without an end
 MAX_TEXT = 500  # characters of an error
-LIBRARIES = tuple(map(sysconfig.get_path, ("stdlib", "purelib", "platlib")))
 MAX_BYTES = 1 << 30  # of a request
 KEY = "POLICY_API_KEY"  # verifiers wants a variable with a key, but the address has it
 
@@ -60,7 +57,7 @@ class Environment:
         weights = {getattr(function, "__name__", ""): weight for function, weight in pairs}
         metrics = output.get("metrics") or {}
         parts = {name: weights[name] * metrics[name] for name in metrics if weights.get(name)}
-        rest = output["reward"] - math.fsum(parts.values())
+        rest = output["reward"] - sum(parts.values())
         return parts if abs(rest) < 1e-9 else {**parts, "other": rest}  # by rules of its own
 
 
@@ -116,7 +113,7 @@ def described(error: BaseException, name: str) -> str:
     own = [
         f" ({os.path.basename(frame.filename)}, line {frame.lineno}: {frame.line})"
         for frame in traceback.extract_tb(error.__traceback__)
-        if module in frame.filename or not frame.filename.startswith((*LIBRARIES, HERE, "<"))
+        if module in frame.filename
     ]
     return " ".join(f"{type(error).__name__}: {error}".split())[:MAX_TEXT] + "".join(own[-1:])
 
