@@ -30,6 +30,10 @@ SHOWN_ERRORS = 300  # characters of it in a message
 TICK_S = 0.2  # until it is noticed that a process has ended whose children keep its pipes open
 # The guard reads a line, or until the kernel closes its pipe, as this process has ended.
 GUARD = ("/bin/sh", "-c", "read _; kill -KILL 0")
+# For a program that reads to the end of its input: `sh -c GUARDED SECONDS PROGRAM ...`. `cat` sees
+# the end when it is closed, or when this process ends, however that happens; the program sees it,
+# too, and has SECONDS to end by itself. Then its process group is killed.
+GUARDED = '{ cat; exec >&-; sleep "$0"; kill -KILL 0; } | { "$@"; kill -KILL 0; }'
 SCRIPTS = (".py", ".js", ".mjs", ".ts", ".sh", ".rb")  # endings of files that a program runs
 
 

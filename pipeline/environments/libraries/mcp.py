@@ -16,7 +16,13 @@ from typing import Any
 from pipeline.common.console import installed
 from pipeline.common.errors import UserError
 from pipeline.common.untrusted import one_line
-from pipeline.environments.agent_process import KEPT_ERRORS, SHOWN_ERRORS, check_command, files_of
+from pipeline.environments.agent_process import (
+    GUARDED,
+    KEPT_ERRORS,
+    SHOWN_ERRORS,
+    check_command,
+    files_of,
+)
 from pipeline.environments.calls import run_coroutine
 from pipeline.environments.domains import Domain
 from pipeline.environments.faults import Outage, describe
@@ -24,9 +30,6 @@ from pipeline.environments.tools import ToolError
 
 INSTALL = "pip install 'three-domain-grpo[mcp]'"
 START_S = 60.0  # for a server to start and to list its tools before the run
-# `cat` sees the end of its input when a session ends, or when this process does, however it ends.
-# The server sees it, too, and has a second to end by itself. Then its process group is killed.
-GUARDED = '{ cat; exec >&-; sleep 1; kill -KILL 0; } | { "$@"; kill -KILL 0; }'
 # How the client's errors begin that no server says about a call: it is gone, or answers 503, or 404
 # to the session.
 OUTAGES = ("Connection closed", "SSE stream", "Server returned an error response", "Session")
@@ -65,7 +68,7 @@ class _Session:
         sdk = installed("mcp", INSTALL)
         transport: Any = self.server
         if not is_url(self.server):
-            words = ["-c", GUARDED, "sh", *shlex.split(self.server)]
+            words = ["-c", GUARDED, "1", *shlex.split(self.server)]
             process = sdk.StdioServerParameters(command="/bin/sh", args=words, env={**os.environ})
             transport = sdk.stdio_client(process, errlog=self.errors)
         try:
@@ -96,10 +99,16 @@ async def _schemas_of(client: Any) -> list[dict[str, Any]]:
     while page.next_cursor:
         page = await client.list_tools(cursor=page.next_cursor)
         tools += page.tools
-    about = [(t.name, t.description or "", t.input_schema) for t in tools]
     return [
-        {"type": "function", "function": {"name": n, "description": d, "parameters": p}}
-        for n, d, p in sorted(about, key=lambda tool: tool[0])
+        {
+            "type": "function",
+            "function": {
+                "name": tool.name,
+                "description": tool.description or "",
+                "parameters": tool.input_schema,
+            },
+        }
+        for tool in sorted(tools, key=lambda tool: tool.name)
     ]
 
 

@@ -53,9 +53,8 @@ def textarena(
     if (count == 1) != (opponent is None):
         hint = "take opponent out" if opponent else "give opponent: module:function, or judge"
         raise UserError(f"the game has {count} players; {hint}")
-    play = None
-    if opponent not in (None, "judge"):
-        _, play = imported(f"opponent: got {opponent!r}", opponent)
+    is_named = opponent and opponent != "judge"
+    play = imported(f"opponent: got {opponent!r}", opponent)[1] if is_named else None
 
     class TextArena:
         has_judge = opponent == "judge"

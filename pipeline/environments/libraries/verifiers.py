@@ -24,6 +24,7 @@ from pipeline.data.rng import permutation
 from pipeline.data.rows import with_usual_messages
 from pipeline.data.splits import LEAST, Census, same_by
 from pipeline.data.tasks import SPLITS, Task
+from pipeline.environments.agent_process import GUARDED
 from pipeline.environments.domains import Domain
 from pipeline.environments.faults import Outage
 
@@ -32,9 +33,7 @@ INSTALL = "python -m venv vf && vf/bin/pip install verifiers uv; arguments: {pyt
 NO_PROXY = ("NO_PROXY", "no_proxy")  # hosts that no proxy is for
 OUTAGES = ("InfraError", "SandboxError", "TunnelError")  # what verifiers says of services
 ENDED = "the process of verifiers has ended"
-# `cat` sees the end of its input when this process ends, however that happens, and the worker sees
-# it, too. It has some seconds to end what it holds. Then its process group is killed.
-GUARDED = '{ cat; exec >&-; sleep 5; kill -KILL 0; } | { "$@"; kill -KILL 0; }'
+END_S = 5  # for the process, to end what it holds
 
 
 class Worker:
@@ -50,15 +49,13 @@ class Worker:
 
         Raises RuntimeError if it cannot load the environment.
         """
-        inherited = os.environ
-        proxies = {name: f"{inherited.get(name, '')},127.0.0.1,localhost" for name in NO_PROXY}
-        variables = {
-            "PATH": f"{os.path.dirname(python)}:{inherited.get('PATH', '')}",
-            "PYTHONPATH": f"{inherited.get('PYTHONPATH', '')}:{os.getcwd()}".lstrip(":"),
+        environment = os.environ | {
+            "PATH": f"{os.path.dirname(python)}:{os.environ.get('PATH', '')}",
+            "PYTHONPATH": f"{os.environ.get('PYTHONPATH', '')}:{os.getcwd()}".lstrip(":"),
             "HF_DATASETS_DISABLE_PROGRESS_BARS": "1",
+            **{key: f"{os.environ.get(key, '')},127.0.0.1,localhost" for key in NO_PROXY},
         }
-        command = ["/bin/sh", "-c", GUARDED, "sh", python, str(WORKER)]
-        environment = inherited | variables | proxies
+        command = ["/bin/sh", "-c", GUARDED, str(END_S), python, str(WORKER)]
         process: Any = Popen(command, stdin=PIPE, stdout=PIPE, env=environment, process_group=0)
         self.end = weakref.finalize(self, process.stdin.close)
         self._key = secrets.token_hex()  # other users of the machine can connect, too
@@ -72,14 +69,12 @@ class Worker:
         if "error" in said:
             process.communicate()  # ends it
             raise RuntimeError(said["error"])
-        self.rows = said["rows"]
-        self.version = said["version"]
-        self._port = said["port"]
+        self.told = said  # its `rows`, `version` and `port`
 
     async def __call__(self, policy: Any, task: Task) -> Any:
         request = {"key": self._key, "url": policy.base_url, **json.loads(task.payload)}
         try:
-            reader, writer = await asyncio.open_connection("127.0.0.1", self._port)
+            reader, writer = await asyncio.open_connection("127.0.0.1", self.told["port"])
             with closing(writer):  # the process cancels an episode whose connection is closed
                 writer.write(json.dumps(request).encode() + b"\n")
                 answer = json.loads(await reader.read())
@@ -144,7 +139,7 @@ def verifiers(name: str, python: str = sys.executable, **arguments: Any) -> Doma
         raise UserError(f"{error}; {hint}") from None
     sets = [
         [_task(kind, row, index) for index, row in enumerate(of)]
-        for kind, of in zip(("train", "eval"), worker.rows, strict=True)
+        for kind, of in zip(("train", "eval"), worker.told["rows"], strict=True)
     ]
     splits = _splits(*sets)
     if not all(splits.values()):
@@ -155,11 +150,11 @@ def verifiers(name: str, python: str = sys.executable, **arguments: Any) -> Doma
         tasks = splits[split]
         return [tasks[number] for number in permutation(len(tasks), "verifiers", seed)[:n]]
 
-    about = {"environment": f"verifiers:{name}", "verifiers": worker.version}
+    version = worker.told["version"]
     return Domain(
         name="",
         loop=worker,
         generate_tasks=generate_tasks,
-        about=lambda: about,
-        is_process=not worker.version.startswith("0.1."),  # an episode of v1 has some
+        about=lambda: {"environment": f"verifiers:{name}", "verifiers": version},
+        is_process=not version.startswith("0.1."),  # an episode of v1 has some
     )

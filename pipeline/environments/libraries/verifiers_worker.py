@@ -73,10 +73,9 @@ class Taskset:
         clients.build_async_httpx = lambda config: http
         if not shutil.which("uv"):
             raise ValueError("verifiers starts its programs with uv; pip install uv beside it")
-        agent = {"runtime": {"type": "subprocess"}, "harness": {"id": "null"}}
-        if loaders.default_harness_id(name) == name:  # else bash, which runs what the model says
-            del agent["harness"]
-        agent |= arguments.pop("agent", {})
+        has_own = loaders.default_harness_id(name) == name
+        harness = {} if has_own else {"harness": {"id": "null"}}  # bash runs what the model says
+        agent = {"runtime": {"type": "subprocess"}, **harness, **arguments.pop("agent", {})}
         config = {"agent": agent, "taskset": {**arguments, "id": name}}
         self.env = loaders.load_environment(loaders.resolve_env_config(config))
         self.serving = self.env.serving
@@ -137,10 +136,12 @@ async def serve(env: Any, name: str, key: str, lines: Any, out: Any) -> None:
 
     async with env.serving():
         server = await asyncio.start_server(play, "127.0.0.1", limit=MAX_BYTES, backlog=1024)
-        _, port = server.sockets[0].getsockname()
-        told = {"version": sys.modules["verifiers"].__version__, "rows": env.rows(), "port": port}
-        out.write(json.dumps(told, default=str) + "\n")
-        out.flush()
+        told = {
+            "version": sys.modules["verifiers"].__version__,
+            "rows": env.rows(),
+            "port": server.sockets[0].getsockname()[1],
+        }
+        print(json.dumps(told, default=str), file=out, flush=True)
         await asyncio.get_running_loop().run_in_executor(ThreadPoolExecutor(1), lines.read)
 
 

@@ -240,7 +240,7 @@ def test_a_process_that_dies_leaves_its_episodes_out_and_says_so(colours):
 
 def test_who_does_not_know_the_key_plays_nothing(colours):
     worker = verifiers("colours").loop
-    with socket.create_connection(("127.0.0.1", worker._port)) as other:
+    with socket.create_connection(("127.0.0.1", worker.told["port"])) as other:
         other.sendall(b'{"key": "", "url": "http://other", "row": {}, "index": 0}\n')
         assert other.recv(9) == b""
 
