@@ -1,6 +1,7 @@
 """`rescore`: saved episodes get the rewards that a run would give, and the run stays as it is."""
 
 import json
+import re
 import sys
 from collections import Counter
 from pathlib import Path
@@ -99,7 +100,7 @@ def test_the_functions_of_the_run_give_each_episode_its_reward_again(run, tmp_pa
     after = {p: (p.read_bytes(), p.stat().st_mtime_ns) for p in run.rglob("*") if p.is_file()}
     assert after == before
     assert "None has changed." in (tmp_path / "again" / "rescored.html").read_text()
-    assert "sums, evaluation at the start" in capsys.readouterr().out
+    assert "sums, evaluation-start" in capsys.readouterr().out
 
 
 def test_a_call_has_the_episodes_of_a_task_in_a_step_and_the_columns_of_a_run(run, tmp_path):
@@ -124,37 +125,42 @@ def test_the_numbers_are_those_of_the_rewards_and_the_page_begins_with_another_s
     run, tmp_path, capsys
 ):
     rows = scored("--reward-funcs", "mine:length", output=tmp_path / "new")
-    err = capsys.readouterr().err
+    out, err = capsys.readouterr()
     num = len(saved(run))
-    assert f"{num - len(rows)} of {num} episodes are left out: no function" in err
-    for of in json.loads((tmp_path / "new" / "rescored.json").read_text()):
-        mine = [r for r in rows if (r["stage"], r["domain"]) == (of["stage"], of["domain"])]
-        tasks = {r["task_id"] for r in mine}
-        by_task = [[r for r in mine if r["task_id"] == task] for task in tasks]
-        for when in ("old", "new"):
+    assert f"{num - len(rows)} of {num} episodes are left out: every reward function" in err
+    header, *table = [re.split(" {2,}", line) for line in out.splitlines()[:-1]]
+    assert len(table) == len({r["stage"] for r in rows}) > 1
+    for name, *cells in table:
+        mine = [r for r in rows if name == f"{r['domain']}, {r['stage']}"]
+        by_task = [
+            [r for r in mine if r["task_id"] == task] for task in {r["task_id"] for r in mine}
+        ]
+        cell = dict(zip(header[1:], cells, strict=True))
+        for when, word in (("old", "before"), ("new", "now")):
             success = fmean(fmean(r[when] >= 1 for r in group) for group in by_task)
             reward = fmean(fmean(r[when] for r in group) for group in by_task)
-            assert of[f"{when}_success"][0] == pytest.approx(success, abs=1e-6)
-            assert of[f"{when}_reward"][0] == pytest.approx(reward, abs=1e-6)
-        assert of["gained"] == sum(r["old"] < 1 <= r["new"] for r in mine)
-        assert of["lost"] == sum(r["new"] < 1 <= r["old"] for r in mine)
-        assert of["functions"]["length"] == pytest.approx(fmean(r["new"] for r in mine))
+            assert float(cell[f"success {word}"].split()[0]) == pytest.approx(success, abs=6e-3)
+            assert float(cell[f"reward {word}"].split()[0]) == pytest.approx(reward, abs=6e-3)
+        assert int(cell["episodes"]) == len(mine)
+        assert int(cell["solved now"]) == sum(r["old"] < 1 <= r["new"] for r in mine)
+        assert int(cell["not any more"]) == sum(r["new"] < 1 <= r["old"] for r in mine)
     page = (tmp_path / "new" / "rescored.html").read_text()
     cards = page.split("<article")[1:]
-    most = max(rows, key=lambda r: (r["change"] != 0, abs(r["new"] - r["old"])))
+    changes = {place(r): r["new_success"] - r["old_success"] for r in rows}
+    most = max(rows, key=lambda r: (changes[place(r)] != 0, abs(r["new"] - r["old"])))
     words = {1: "solved now", -1: "not solved any more"}
-    assert words[most["change"]] in cards[0]
+    assert words[changes[place(most)]] in cards[0]
     assert f"reward {most['old']:.4g} → <strong>{most['new']:.4g}<" in cards[0]
     changed = sum(r["new"] != r["old"] for r in rows)
     assert len(cards) == min(100, changed) and f"{len(cards)} of {changed}:" in page
-    assert {-1, 1} <= {row["change"] for row in rows}
+    assert {-1, 1} <= {*changes.values()}
 
 
 def test_one_evaluation_alone_is_scored(run, tmp_path):
-    rows = scored(*BOTH, "--evaluation", "start", output=tmp_path / "one")
+    rows = scored(*BOTH, "--stage", "evaluation-start", output=tmp_path / "one")
     assert {row["stage"] for row in rows} == {"evaluation-start"} and len(rows) == 4 * 2
-    words = ["out", *BOTH, "--evaluation", "middle", "--output", str(tmp_path / "two")]
-    says(refusal(main, words), "--evaluation: got 'middle'", "start, sums")
+    words = ["out", *BOTH, "--stage", "middle", "--output", str(tmp_path / "two")]
+    says(refusal(main, words), "--stage: out has no transcripts of 'middle'", "evaluation-start, ")
 
 
 def test_episodes_whose_task_is_gone_are_counted(run, tmp_path, capsys, monkeypatch):
@@ -181,7 +187,7 @@ def test_episodes_whose_task_is_gone_are_counted(run, tmp_path, capsys, monkeypa
     ("words", "told"),
     [
         (["nowhere", *BOTH], ["nowhere holds no run"]),
-        (["empty", *BOTH], ["empty has no transcripts"]),
+        (["empty", *BOTH], ["empty has no transcripts of any stage"]),
         (["out", "--reward-funcs", "mine:nope"], ["no attribute 'nope'"]),
         (["out", "--reward-funcs", "mine"], ["got 'mine'; write module:function"]),
         (["out", "--reward-funcs", "mine:of_nothing"], ["of_nothing", "no solution", "rename"]),
@@ -191,7 +197,7 @@ def test_episodes_whose_task_is_gone_are_counted(run, tmp_path, capsys, monkeypa
         ),
         ([*("out", *BOTH[:2]), "--reward-weights", "1"], ["1 weights for 2 reward_funcs"]),
         ([*("out", *BOTH[:2]), "--reward-weights", "1,x"], ["--reward-weights: got 'x'"]),
-        (["out", *BOTH, "--output", "out"], ["--output: got 'out'", "not empty"]),
+        (["out", *BOTH, "--output", "out"], ["--output: got 'out'", "in the run"]),
         (["out"], ["--reward-funcs"]),
     ],
     ids=lambda value: " ".join(value)[:50],
