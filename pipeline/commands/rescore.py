@@ -10,6 +10,7 @@ import json
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain, groupby
+from operator import itemgetter
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -46,11 +47,6 @@ from pipeline.rollout.rewards import (
 from pipeline.rollout.trajectory import FAILED, Trajectory, succeeded
 
 MOST_SHOWN = 100  # largest number of episodes on the page
-HEADER = (
-    *("", "episodes", "success before", "success now", "reward before", "reward now"),
-    *("solved now", "not any more"),
-)
-
 Files = Mapping[tuple[str, int], Sequence[Path]]  # by (stage or evaluation, step)
 Line = dict[str, Any]  # an episode of a transcript, or its rewards
 
@@ -78,9 +74,10 @@ def main(argv: list[str]) -> int:
     saved = transcripts_in(options.run)
     files = {place: saved[place] for place in saved if options.stage in (None, place[0])}
     if not files:
-        asked = shown(options.stage) if options.stage else "any stage"
         known = ", ".join(dict.fromkeys(stage for stage, _ in saved)) or "none"
-        raise UserError(f"--stage: {options.run} has no transcripts of {asked}; it has: {known}")
+        raise UserError(
+            f"--stage: got {shown(options.stage)}; transcripts of {options.run}: {known}"
+        )
     run = options.run.resolve()
     # The run's own weights are those of its own functions.
     settings = ["--reward-weights", "none", *settings, "--reward-funcs", options.reward_funcs]
@@ -99,24 +96,27 @@ def rescore(title: str, files: Files, config: Config, folder: Path) -> Rows:
     rewards = load_reward_functions(config)
     assert rewards is not None, "--reward-funcs names one at least"
     if config.judge.url is not None:
-        timeout = config.rollout.call_timeout
-        rewards.judge = LanguageModel("judge", config.judge, timeout, folder).ask
+        rewards.judge = LanguageModel(
+            "judge", config.judge, config.rollout.call_timeout, folder
+        ).ask
     left_out = Counter[str]()
     groups = defaultdict[str, list[Line]](list)
-    most = list[tuple[Line, Line]]()
+    most = list[tuple[tuple[bool, float], Line, Line]]()
     with (folder / "rewards.jsonl").open("w", encoding="utf-8") as file:
         for line, row in _scored(files, config, rewards, left_out):
             file.write(json.dumps(row) + "\n")
             groups[f"{row['domain']}, {row['stage']}"].append(row)
             if row["old"] not in (None, row["new"]):
-                most = heapq.nlargest(MOST_SHOWN, [*most, (line, row)], key=_size)
+                size = (row["old_success"] != row["new_success"], abs(row["new"] - row["old"]))
+                most = heapq.nlargest(MOST_SHOWN, [*most, (size, line, row)], key=itemgetter(0))
     total = left_out.total() + sum(map(len, groups.values()))
     notes = [f"{num} of {total} episodes are left out: {why}" for why, num in left_out.items()]
     if not groups:
         raise UserError(f"rescore: no episode has a new reward: {notes[-1]}")
     for note in notes:
         say(note)
-    table = [[*HEADER], *map(_cells, groups, groups.values())]
+    header = ["", "episodes", "success before", "success now", "reward before", "reward now"]
+    table = [[*header, "solved now", "not any more"], *map(_cells, groups, groups.values())]
     page = filled(
         "rescored.html",
         title=printable(title),
@@ -136,17 +136,12 @@ def rescore(title: str, files: Files, config: Config, folder: Path) -> Rows:
     return table
 
 
-def _size(pair: tuple[Line, Line]) -> tuple[bool, float]:
-    """Return how much the reward of an episode has changed; another success counts more."""
-    row = pair[1]
-    return row["old_success"] != row["new_success"], abs(row["new"] - row["old"])
-
-
 def _episodes(paths: Sequence[Path]) -> list[Line]:
     """Return the episodes of a step, those of a task as neighbours. Raises UserError."""
     with reading(*paths):
-        lines = chain(*map(episodes_in, paths))
-        return sorted(lines, key=lambda line: (*task_of(line), line["trial"]))
+        return sorted(
+            chain(*map(episodes_in, paths)), key=lambda line: (*task_of(line), line["trial"])
+        )
 
 
 def _tasks_of(domain: Domain, config: Config) -> Iterator[Task]:
@@ -157,9 +152,9 @@ def _tasks_of(domain: Domain, config: Config) -> Iterator[Task]:
     test = data.dataset_test_split
     if source is not None:
         yield from open_tasks(name, source, data.dataset_train_split, True)
-    levels = dict.fromkeys([data.difficulty, *config.curriculum.difficulties])
-    for level in levels if source is None else ():
-        yield from generated(config, domain, data.num_train_tasks, "train", level)
+    else:
+        for level in dict.fromkeys([data.difficulty, *config.curriculum.difficulties]):
+            yield from generated(config, domain, data.num_train_tasks, "train", level)
     if name in data.eval_tasks:
         yield from open_tasks(name, data.eval_tasks[name], test, True, "eval_tasks")
     elif source is None or domain.generate_tasks is not None:
@@ -180,12 +175,14 @@ def _tasks_by_key(
     for task in chain.from_iterable(_tasks_of(of, config) for of in domains.values()):
         if task.key in wanted:
             tasks[task.key].append(task)
-    columns = {JUDGE} if rewards.judge else set[str]()
-    columns.update(*(columns_of(of[0]) for of in tasks.values()))
+    first = (columns_of(of[0]) for of in tasks.values())
+    columns = {*chain.from_iterable(first), *([JUDGE] if rewards.judge else [])}
     for function in rewards.functions if tasks else ():
         if missing := function.missing(columns):
-            why = f"{function.name} is never called: tasks have no {', '.join(missing)}"
-            raise UserError(f"--reward-funcs: {why}; rename an argument or a column")
+            raise UserError(
+                f"--reward-funcs: {function.name} is never called: tasks have no "
+                f"{', '.join(missing)}; rename an argument or a column"
+            )
     return tasks
 
 
@@ -234,8 +231,8 @@ def _scored(
                 for when, reward in ends.items()
             }
             kept = {name: line[name] for name in ("domain", "task_id", "trial")}
-            scores = {"rewards": trajectory.rewards, "extra": trajectory.extra}
-            yield line, {"stage": stage, "step": step, **kept, **ends, **solved, **scores}
+            scores = {**ends, **solved, "rewards": trajectory.rewards, "extra": trajectory.extra}
+            yield line, {"stage": stage, "step": step, **kept, **scores}
 
 
 def _has_prompt(line: Line, task: Task, domain: Domain) -> bool:
@@ -253,8 +250,11 @@ def _has_prompt(line: Line, task: Task, domain: Domain) -> bool:
 
 def _trajectory(line: Line) -> Trajectory:
     """Return an episode as reward functions need it: messages, and ids that were sampled last."""
-    parts = groupby(line["messages"], lambda message: message["role"] == "conversation")
-    conversations = [[*of] for is_heading, of in parts if not is_heading] or [[]]
+    conversations = [
+        [*of]
+        for is_heading, of in groupby(line["messages"], lambda m: m["role"] == "conversation")
+        if not is_heading
+    ] or [[]]
     num_turns = sum(message["role"] == "assistant" for message in conversations[-1])
     ids = [*chain(*line.get("ids", [])[::-1][:num_turns][::-1])]
     # None: the reward of get_reward or a loop cannot be computed again.

@@ -160,7 +160,7 @@ def test_one_evaluation_alone_is_scored(run, tmp_path):
     rows = scored(*BOTH, "--stage", "evaluation-start", output=tmp_path / "one")
     assert {row["stage"] for row in rows} == {"evaluation-start"} and len(rows) == 4 * 2
     words = ["out", *BOTH, "--stage", "middle", "--output", str(tmp_path / "two")]
-    says(refusal(main, words), "--stage: out has no transcripts of 'middle'", "evaluation-start, ")
+    says(refusal(main, words), "--stage: got 'middle'", "evaluation-start, ")
 
 
 def test_episodes_whose_task_is_gone_are_counted(run, tmp_path, capsys, monkeypatch):
@@ -187,7 +187,7 @@ def test_episodes_whose_task_is_gone_are_counted(run, tmp_path, capsys, monkeypa
     ("words", "told"),
     [
         (["nowhere", *BOTH], ["nowhere holds no run"]),
-        (["empty", *BOTH], ["empty has no transcripts of any stage"]),
+        (["empty", *BOTH], ["transcripts of empty: none"]),
         (["out", "--reward-funcs", "mine:nope"], ["no attribute 'nope'"]),
         (["out", "--reward-funcs", "mine"], ["got 'mine'; write module:function"]),
         (["out", "--reward-funcs", "mine:of_nothing"], ["of_nothing", "no solution", "rename"]),
