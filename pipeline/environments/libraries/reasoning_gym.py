@@ -144,10 +144,9 @@ def reasoning_gym(
         return tasks_of(make(seed), seed, n, split, family)
 
     make(0)  # so that a wrong configuration is told at once
-    kind = type("Question", (Question,), {"_make": staticmethod(make), "pattern": answer})
     return Domain(
         name="",
-        environment=kind,
+        environment=type("Question", (Question,), {"_make": staticmethod(make), "pattern": answer}),
         generate_tasks=generate_tasks,
         expert=expert,
         about=lambda: {
