@@ -69,7 +69,7 @@ def main(argv: list[str]) -> int:
     flags.add_argument(
         "--output", type=Path, metavar="FOLDER", help="new or empty folder [RUN-rescored]"
     )
-    options, settings = flags.parse_known_args(argv)
+    options, further = flags.parse_known_args(argv)
     read_settings(options.run)
     saved = transcripts_in(options.run)
     files = {place: saved[place] for place in saved if options.stage in (None, place[0])}
@@ -80,8 +80,8 @@ def main(argv: list[str]) -> int:
         )
     run = options.run.resolve()
     # The run's own weights are those of its own functions.
-    settings = ["--reward-weights", "none", *settings, "--reward-funcs", options.reward_funcs]
-    config = parse(["--config", str(run / RUN_SETTINGS), *settings])
+    settings = ["--config", str(run / RUN_SETTINGS), "--reward-weights", "none", *further]
+    config = parse([*settings, "--reward-funcs", options.reward_funcs])
     out = options.output or run.with_name(f"{run.name}-rescored")
     if out.resolve().is_relative_to(run):
         raise UserError(f"--output: got {shown(str(out))}, a folder in the run; give a new one")
@@ -149,18 +149,19 @@ def _tasks_of(domain: Domain, config: Config) -> Iterator[Task]:
     data = config.data
     name = domain.name
     source = data.tasks.get(name)
-    test = data.dataset_test_split
     if source is not None:
         yield from open_tasks(name, source, data.dataset_train_split, True)
     else:
         for level in dict.fromkeys([data.difficulty, *config.curriculum.difficulties]):
             yield from generated(config, domain, data.num_train_tasks, "train", level)
     if name in data.eval_tasks:
-        yield from open_tasks(name, data.eval_tasks[name], test, True, "eval_tasks")
+        yield from open_tasks(
+            name, data.eval_tasks[name], data.dataset_test_split, True, "eval_tasks"
+        )
     elif source is None or domain.generate_tasks is not None:
         yield from generated(config, domain, data.eval_tasks_per_domain, data.eval_split)
-    elif has_split(source, test):
-        yield from open_tasks(name, source, test, True)
+    elif has_split(source, data.dataset_test_split):
+        yield from open_tasks(name, source, data.dataset_test_split, True)
 
 
 def _tasks_by_key(
@@ -175,8 +176,8 @@ def _tasks_by_key(
     for task in chain.from_iterable(_tasks_of(of, config) for of in domains.values()):
         if task.key in wanted:
             tasks[task.key].append(task)
-    first = (columns_of(of[0]) for of in tasks.values())
-    columns = {*chain.from_iterable(first), *([JUDGE] if rewards.judge else [])}
+    columns = {JUDGE} if rewards.judge else set[str]()
+    columns = columns.union(*(columns_of(of[0]) for of in tasks.values()))
     for function in rewards.functions if tasks else ():
         if missing := function.missing(columns):
             raise UserError(
@@ -217,22 +218,28 @@ def _scored(
         rewards([completion for _, completion in played])
         for line, trajectory in ((line, completion.trajectory) for line, completion in played):
             if trajectory.stop_reason in FAILED and not rewards.num_calls:
-                where = f"{line['domain']}, task {shown(line['task_id'])} of {stage}, step {step}"
-                raise UserError(f"{where}: {trajectory.error}; mend it")
+                raise UserError(
+                    f"{line['domain']}, task {shown(line['task_id'])} of {stage}, step {step}: "
+                    f"{trajectory.error}; mend it"
+                )
             if trajectory.left_out:
                 left_out[trajectory.error] += 1
-                continue
-            ends = {
-                "old": None if line.get("left_out") else line["reward"],
-                "new": trajectory.reward,
-            }
-            solved = {
-                f"{when}_success": None if reward is None else bool(succeeded(reward, threshold))
-                for when, reward in ends.items()
-            }
-            kept = {name: line[name] for name in ("domain", "task_id", "trial")}
-            scores = {**ends, **solved, "rewards": trajectory.rewards, "extra": trajectory.extra}
-            yield line, {"stage": stage, "step": step, **kept, **scores}
+            else:
+                old = None if line.get("left_out") else line["reward"]
+                yield (
+                    line,
+                    {
+                        "stage": stage,
+                        "step": step,
+                        **{name: line[name] for name in ("domain", "task_id", "trial")},
+                        "old": old,
+                        "new": trajectory.reward,
+                        "old_success": None if old is None else bool(succeeded(old, threshold)),
+                        "new_success": bool(succeeded(trajectory.reward, threshold)),
+                        "rewards": trajectory.rewards,
+                        "extra": trajectory.extra,
+                    },
+                )
 
 
 def _has_prompt(line: Line, task: Task, domain: Domain) -> bool:

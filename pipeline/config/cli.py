@@ -77,10 +77,9 @@ def _with_environment(given: dict[str, Any]) -> dict[str, Any]:
     if not environments:
         return given
     flags = [flag(*name) for name in ENV if ".".join(name) in given]
-    if len(environments) > 1 or flags:
-        beside = flags[0] if flags else f"--env {environments[1]}"
-        hint = "give --domains and --environments for several domains"
-        raise UserError(one_line(f"--env: got {environments[0]} beside {beside}; {hint}"))
+    if others := flags + [f"--env {other}" for other in environments[1:]]:
+        got = f"--env: got {environments[0]} beside {others[0]}"
+        raise UserError(one_line(f"{got}; give --domains and --environments for several domains"))
     name = domain_name_of(environments[0])
     values = (name, json.dumps({name: environments[0]}))
     return given | {".".join(of): value for of, value in zip(ENV, values, strict=True)}

@@ -11,7 +11,9 @@ import pytest
 
 from pipeline.checkpoints.transcripts import save_transcripts
 from pipeline.commands.main import COMMANDS
-from pipeline.commands.rescore import _trajectory, main
+from pipeline.commands.rescore import _has_prompt, _trajectory, main
+from pipeline.data.tasks import Task
+from pipeline.environments.domains import Domain
 from pipeline.report.run_files import episodes_in, transcripts_in
 from pipeline.rollout.trajectory import Trajectory
 from tests.support.helpers import say
@@ -37,6 +39,9 @@ def some_fail(completions, answer, **columns):
 
 def of_nothing(completions, solution):
     return [0.0]
+
+async def some_away(completions, answer, **columns):
+    return [1 / (int(a) % 2) for a in answer]
 """
 SHORT = [
     *("--domains", "sums", "--tasks", "{sums: sums.jsonl}", "--warm-start-steps", "0"),
@@ -181,6 +186,25 @@ def test_episodes_whose_task_is_gone_are_counted(run, tmp_path, capsys, monkeypa
     words = ["out", *BOTH, "--output", "none"]
     says(refusal(main, words), "no episode has a new reward", "their task is none")
     assert not Path("none").exists()
+
+
+def test_failed_calls_of_an_async_function_leave_their_episodes_out(run, tmp_path, capsys):
+    stage = "evaluation-start"
+    words = ["--reward-funcs", "mine:some_away,mine:right", "--stage", stage]
+    rows = scored(*words, output=tmp_path / "away")
+    num = sum(name == stage for name, *_ in saved(run))
+    assert 0 < len(rows) < num and all(row["rewards"]["some_away"] for row in rows)
+    told = f"{num - len(rows)} of {num} episodes are left out: reward function some_away"
+    assert told in capsys.readouterr().err
+
+
+def test_other_rules_or_a_grown_request_leave_the_task_known_and_another_request_does_not():
+    prompt = ({"role": "system", "content": "old"}, {"role": "user", "content": "ask"})
+    task = Task(domain="desk", id="t", prompt=prompt, payload="{}")
+    for request, is_known in (("ask", True), ("ask, row 1", True), ("as", False)):
+        rules = {"role": "system", "content": "new"}
+        line = {"messages": [rules, {"role": "user", "content": request}]}
+        assert _has_prompt(line, task, Domain(name="desk", environment=object)) is is_known
 
 
 @pytest.mark.parametrize(
