@@ -236,7 +236,9 @@ def _scored(
                         "new": trajectory.reward,
                         "old_success": None if old is None else bool(succeeded(old, threshold)),
                         "new_success": bool(succeeded(trajectory.reward, threshold)),
-                        "rewards": trajectory.rewards,
+                        "rewards": {
+                            f.name: trajectory.rewards.get(f.name) for f in rewards.functions
+                        },
                         "extra": trajectory.extra,
                     },
                 )
