@@ -20,7 +20,7 @@ import json
 import os
 import signal
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -53,15 +53,20 @@ def verifiers(folder: Path, options: Any) -> Iterator[Row]:
         flags = ["--domains", "desk", "--environments", json.dumps({"desk": setting})]
         flags += ["--model", options.model]
         yield from plays_alike(name, flags, folder, is_one_message=True)
-    left = [one for one in psutil.process_iter(["cmdline"]) if is_of((v0, v1), one)]
+    until = time.monotonic() + LIMIT_S
+    left = processes_of(v0, v1)
+    while left and time.monotonic() < until:  # an environment has some seconds to end what it holds
+        time.sleep(1)
+        left = processes_of(v0, v1)
     yield Row("verifiers: processes left", str(len(left)), not left)
 
 
-def is_of(pythons: Sequence[str], process: Any) -> bool:
-    folders = [os.path.dirname(python) for python in pythons]
-    words = process.info["cmdline"] or []
-    is_here = process.pid == os.getpid() or process.pid == os.getppid()
-    return not is_here and any(w.startswith(f) for f in folders for w in words[:1])
+def processes_of(*pythons: str) -> list[Any]:
+    """Return the processes whose program stands beside one of the Pythons."""
+    folders = tuple(os.path.dirname(python) for python in pythons)
+    here = (os.getpid(), os.getppid())
+    running = (one for one in psutil.process_iter(["cmdline"]) if one.pid not in here)
+    return [one for one in running if (one.info["cmdline"] or [""])[0].startswith(folders)]
 
 
 def domain_of(name: str, python: str) -> Any:
@@ -112,6 +117,7 @@ def scripted(name: str, python: str, has_tools: bool = False) -> Iterator[Row]:
         whole &= [m["role"] for m in episodes[0].messages].count("tool") == 2
         found += f"; after 4 turns {episodes[2].stop_reason}"
     yield Row(f"{name}: scripts ({time.monotonic() - begun:.0f} s)", found, whole)
+    domain.loop.end()  # as when its rank ends
 
 
 SPLITS = ("train", "validation", "test")
