@@ -238,7 +238,7 @@ def test_a_client_that_tries_again_gets_what_was_sampled_for_it(header):
     async def loop(policy, goes_on):
         body = {"messages": [user("colour?")]}
         with pytest.raises(httpx.ReadTimeout):
-            await post(policy, timeout=0.02, **body)
+            await post(policy, timeout=httpx.Timeout(10, read=0.02), **body)
         reply = asyncio.ensure_future(post(policy, headers=header, **body))
         await asyncio.sleep(0.1)
         goes_on()
@@ -309,7 +309,7 @@ def test_a_message_that_is_given_up_before_it_is_sampled_makes_room_for_another_
 def test_what_nobody_has_fetched_when_the_episode_ends_is_not_trained():
     async def loop(policy, goes_on):
         with suppress(httpx.ReadTimeout):
-            await post(policy, timeout=0.02, messages=[user("colour?")])
+            await post(policy, timeout=httpx.Timeout(10, read=0.02), messages=[user("colour?")])
         goes_on()
         await asyncio.sleep(0.2)
         return 1.0
@@ -380,7 +380,7 @@ def test_an_equal_request_that_wants_more_of_its_answer_is_another_one():
     async def loop(policy, goes_on):
         body = {"messages": [user("colour?")]}
         with pytest.raises(httpx.ReadTimeout):
-            await post(policy, timeout=0.02, **body)
+            await post(policy, timeout=httpx.Timeout(10, read=0.02), **body)
         goes_on()
         await asyncio.sleep(0.2)
         reply = await post(policy, logprobs=True, stream=True, stream_options=7, **body)
