@@ -66,6 +66,7 @@ def collect_rollouts(
     stage: Stage,
     step: int,
     sources: Mapping[str, Source],
+    *,
     memory: TaskMemory | None = None,
 ) -> RolloutBatch:
     """Collect this rank's groups of a step; `step` is the number of steps before this step.
