@@ -25,7 +25,7 @@ from pipeline.common.untrusted import printable
 from pipeline.config.cli import Parser
 from pipeline.report.page_episodes import read_episodes
 from pipeline.report.plots import drawing, pictures
-from pipeline.report.run_files import RunData, load_run, reading, transcripts_in
+from pipeline.report.run_files import RunData, load_run, read_settings, reading, transcripts_in
 from pipeline.report.server import HERE, NO_PAGE, PORT, Answer, Page, address_in_words, server_of
 from pipeline.report.status import Status, status_of, variables_of, with_ranks
 from pipeline.report.tables import report_data
@@ -120,6 +120,7 @@ class LivePage(Page):
                 files=dict(shown),
                 unseen=run.results.get("unseen"),
             )
+            read_settings(self._folder)  # raises if the folder went away: half of it was read
             reader.index["steps"] = [len(shown), len(files)]
             self.version = time.time_ns() // 10**6  # other than those of an earlier server
             sections = [*self._now(status), *sections_of(printable(text))]

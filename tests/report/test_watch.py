@@ -23,7 +23,7 @@ from pipeline.common import console
 from pipeline.common.errors import UserError
 from pipeline.common.layout import METRICS, RANKS, WARNINGS
 from pipeline.report import server as pages
-from pipeline.report import status
+from pipeline.report import status, watch
 from pipeline.report.plots import pictures
 from pipeline.report.run_files import load_run
 from pipeline.report.server import server_of
@@ -80,7 +80,8 @@ def served(folder, host="127.0.0.1"):
         while not is_over.is_set():
             page.renew()
 
-    with http.running(server_of(page, host, 0)) as server:
+    with pytest.MonkeyPatch.context() as patch, http.running(server_of(page, host, 0)) as server:
+        patch.setattr(status, "STALE_S", 600.0)  # a browser may take a while to start
         renewing = threading.Thread(target=renew)
         renewing.start()
         try:
@@ -248,7 +249,7 @@ def test_a_run_is_stopped_killed_or_silent_as_its_process_is(run_folder):
     ranks[0] |= {"waits_for": "", "idle_s": 1.0}
     (run_folder / "results.json").unlink()
 
-    def state(age_s=20.0):
+    def state(age_s=3600.0):
         posted = {"time": time.time() - age_s, "is_over": False, "why": "", "ranks": ranks}
         (run_folder / RANKS).write_text(json.dumps(posted))
         return status.status_of(load_run(run_folder))["state"]
@@ -257,16 +258,16 @@ def test_a_run_is_stopped_killed_or_silent_as_its_process_is(run_folder):
         assert state() == "killed", "a process that is younger than the file is another one"
         process.send_signal(signal.SIGSTOP)
         os.waitpid(process.pid, os.WUNTRACED)
-        assert state(-20.0) == "stopped"
+        assert state(-3600.0) == "stopped"
         process.send_signal(signal.SIGCONT)
         os.waitpid(process.pid, os.WCONTINUED)
-        assert state(-20.0) == "silent"
+        assert state(-3600.0) == "silent"
     finally:
         process.kill()
     os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
-    assert state(-20.0) == "killed", "its parent has not yet read how it ended"
+    assert state(-3600.0) == "killed", "its parent has not yet read how it ended"
     process.wait()
-    assert state(-20.0) == "killed"
+    assert state(-3600.0) == "killed"
     ranks[0]["host"] = "another"
     assert state() == "silent"
 
@@ -412,6 +413,33 @@ def test_a_foreign_ranks_file_is_as_none(run_folder, capsys, text):
     assert capsys.readouterr().out.startswith("a <b>run: killed: telecom, step 30 of 30")
     with served(run_folder) as address:
         assert "killed: telecom" in json.loads(answer(at(address, "now"))[1])["html"]
+
+
+@pytest.mark.parametrize("where", ["pictures", "texts"])
+def test_a_page_keeps_what_it_showed_when_its_run_goes_away_meanwhile(
+    run_folder, monkeypatch, where
+):
+    def after_a_move(call):
+        def moved(*arguments):
+            run_folder.rename(run_folder.with_name("gone"))
+            return call(*arguments)
+
+        return moved
+
+    page = LivePage(run_folder)
+    shown, version = page.html, page.version
+    assert "task-1" in shown
+    if where == "pictures":
+        monkeypatch.setattr(pictures, "OF_RUN", {"one": after_a_move(pictures.learning_curves)})
+        page._try(page._draw)
+    else:
+        write_episodes(run_folder, 2)
+        post_ranks(run_folder, is_over=True)
+        monkeypatch.setattr(watch, "transcripts_in", after_a_move(watch.transcripts_in))
+        page._try(page._write)
+    assert (page.html, page.version) == (shown, version)
+    assert "The page is not renewed now" in json.loads(page.get("/now", {})[2])["html"]
+    assert page.get("/", {})[2] == shown
 
 
 def test_the_page_of_a_run_offers_its_newest_steps_and_when_it_has_ended_all(run_folder):
