@@ -86,8 +86,11 @@ def figures(results: dict[str, Any]) -> dict[str, Any]:
     return {
         "before": fmean(s["mean"] for s in before.values()),
         "after": fmean(s["mean"] for s in after.values()),
-        "greedy_before": fmean(s["greedy"] for s in before.values()),
-        "greedy_after": fmean(s["greedy"] for s in after.values()),
+        **{
+            f"greedy_{when}": fmean(s["greedy"] for s in of.values())
+            for when, of in (("before", before), ("after", after))
+            if all("greedy" in s for s in of.values())  # missing with eval_greedy false
+        },
         "domains": {domain: s["mean"] for domain, s in after.items()},
         "change": fmean(differences),
         "change_interval": 1.96 * stdev(differences) / len(differences) ** 0.5,

@@ -10,6 +10,8 @@ and Gemma 3 270M base (Gemma's own terms). `three-domain-grpo convert` makes a f
 - loop: the same, played by `examples/plan_and_act.py`, which plans in one conversation and acts in
   another;
 - desk: the recipe `smollm2_desk`, and its last checkpoint on the same tasks without the rules;
+- three: the recipe `smollm2_three`, and its last checkpoint on the same tasks without the rules;
+  the first seed also evaluates the model before the warm start;
 - agent: the recipe `smollm2_orders`, played by `examples/openai_agent.py`, whose client of OpenAI's
   asks the policy over HTTP (needs `pip install openai`);
 - reasoning: the recipe `smollm2_reasoning` (needs reasoning-gym);
@@ -35,7 +37,9 @@ from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from examples import three_desks
 from examples.returns_desk import generate_tasks
+from pipeline.data.tasks import Task
 from scripts.bench.common import ROOT, results_of
 from scripts.proofs.learning import trained
 
@@ -56,6 +60,7 @@ def last_number(completions, answer, **columns):
     numbers = [re.findall("[0-9]+", text)[-1:] for text in completions]
     return [float(found == [right]) for found, right in zip(numbers, answer)]
 """
+TASK_KEYS = ("id", "prompt", "payload", "family", "branch")  # of a row in a task file
 REWARD_OF = {"smollm2": "last_number", "gemma3-270m": "first_word"}  # one talks, one continues
 
 
@@ -72,7 +77,7 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parts = {"sums": sums, "loop": loop, "desk": desk, "agent": agent}
+    parts = {"sums": sums, "loop": loop, "desk": desk, "three": three, "agent": agent}
     parts |= {"reasoning": reasoning, "line": line}
     parser.add_argument("--parts", nargs="+", choices=parts, default=list(parts))
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
@@ -186,22 +191,95 @@ def desk(options: Any) -> Iterator[Row]:
 
 def without_rules(run: Path, options: Any) -> float:
     """Return the last checkpoint's success on the run's held-out tasks without their rules."""
-    settings = results_of(run)["evaluations"][-1]["success"]["desk"]
-    tasks = generate_tasks(0, len(settings["tasks"]), "test", "medium")
-    file = options.output_dir / "without_rules.jsonl"
-    with file.open("w", encoding="utf-8") as lines:
-        for task in tasks:
-            system, request = task.prompt
-            short = {**system, "content": system["content"].partition("\n")[0]}
-            row = vars(replace(task, prompt=(short, request)))
-            kept = {name: row[name] for name in ("id", "prompt", "payload", "family", "branch")}
-            lines.write(json.dumps(kept) + "\n")
-    folder = (options.output_dir / "without_rules").resolve()
+    number = len(results_of(run)["evaluations"][-1]["success"]["desk"]["tasks"])
+    tasks = list[Task]()
+    for task in generate_tasks(0, number, "test", "medium"):
+        system, request = task.prompt
+        short = {**system, "content": system["content"].partition("\n")[0]}
+        tasks.append(replace(task, prompt=(short, request)))
+    return evaluated_on({"desk": tasks}, run, options.output_dir / "without_rules", options)["desk"]
+
+
+def evaluated_on(
+    tasks: dict[str, list[Task]], run: Path, folder: Path, options: Any
+) -> dict[str, float]:
+    """Return the last checkpoint's success on each domain's tasks; the folder is made."""
+    folder = folder.resolve()
+    files = dict[str, str]()
+    for domain, of in tasks.items():
+        file = folder.with_name(f"{folder.name}-{domain}.jsonl")
+        rows = [{name: vars(task)[name] for name in TASK_KEYS} for task in of]
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+        files[domain] = str(file)
     if not (options.reuse and (folder / "results.json").exists()):
         command = [sys.executable, "-m", "pipeline", "evaluate", str(run), "--report-to", "none"]
-        command += ["--eval-tasks", f"{{desk: {file.resolve()}}}", "--output-dir", str(folder)]
+        command += ["--eval-tasks", json.dumps(files), "--output-dir", str(folder)]
         subprocess.run(command, check=True, cwd=ROOT)
-    return float(results_of(folder)["evaluations"][-1]["success"]["desk"]["mean"])
+    success = results_of(folder)["evaluations"][-1]["success"]
+    return {domain: float(success[domain]["mean"]) for domain in tasks}
+
+
+def three(options: Any) -> Iterator[Row]:
+    model = str(model_of("smollm2", options.cache))
+    flags = ["--config", "smollm2_three", "--model", model, "--seed"]
+    runs = list[dict[str, Any]]()
+    for seed in options.seeds:
+        first = ["--eval-on-start", "true"] if not runs else []
+        folder = options.output_dir / f"three-{seed}"
+        runs.append(trained(folder, [*flags, str(seed), *first], options))
+    results = [results_of(Path(run["folder"])) for run in runs]
+    base = mean_success(results[0]["evaluations"][0])
+    seed = options.seeds[0]
+    yield Row(f"three, seed {seed}: before any training", "<= .05", f"{base:.2f}", base <= 0.05)
+    for seed, run, of in zip(options.seeds, runs, results, strict=True):
+        yield Row(
+            f"three, seed {seed}: sampled success after the warm start, after GRPO, gain [95 %]",
+            ".20 to .50; >= .85; >= +.40, lower end > +.25",
+            with_interval(run),
+            0.2 <= run["before"] <= 0.5
+            and run["after"] >= 0.85
+            and run["change"] >= 0.4
+            and least(run) > 0.25,
+        )
+        transfer, low, high = of["transfer"]["metrics"]["forward_transfer"]
+        yield Row(
+            f"three, seed {seed}: forward transfer [95 %]",
+            ">= +.30",
+            f"{transfer:+.2f} [{low:+.2f}, {high:+.2f}]",
+            transfer >= 0.3,
+        )
+        new = mean_success(of["evaluations"][-1], "new")
+        yield Row(
+            f"three, seed {seed}: rules that were never trained", ">= .80", f"{new:.2f}", new >= 0.8
+        )
+        unread = success_without_rules(Path(run["folder"]), options)
+        yield Row(
+            f"three, seed {seed}: rules removed from the prompt",
+            "<= .20",
+            f"{unread:.2f}",
+            unread <= 0.2,
+        )
+    yield slowest("three", runs, 1500)
+
+
+def mean_success(evaluation: dict[str, Any], family: str = "") -> float:
+    """Return the mean over domains of the success on all tasks, or on those of a family."""
+    domains = evaluation["success"].values()
+    return fmean(of["families"][family]["mean"] if family else of["mean"] for of in domains)
+
+
+def success_without_rules(run: Path, options: Any) -> float:
+    """Return the last checkpoint's mean success on the three desks' tasks without their rules.
+
+    Rules that were never trained cannot be known: only tasks with the standing rules are played.
+    """
+    tasks = dict[str, list[Task]]()
+    for name in three_desks.STANDING:
+        held_out = three_desks.generate_tasks(name, False, 0, 24, "test", "medium")
+        standing = (task for task in held_out if task.family == "standing")
+        tasks[name] = three_desks.without_rules(standing)
+    success = evaluated_on(tasks, run, run.with_name(f"{run.name}-without-rules"), options)
+    return fmean(success.values())
 
 
 def agent(options: Any) -> Iterator[Row]:
