@@ -224,7 +224,7 @@ def three(options: Any) -> Iterator[Row]:
     flags = ["--config", "smollm2_three", "--model", model, "--seed"]
     runs = list[dict[str, Any]]()
     for seed in options.seeds:
-        first = ["--eval-on-start", "true"] if not runs else []
+        first = [] if runs else ["--eval-on-start"]
         folder = options.output_dir / f"three-{seed}"
         runs.append(trained(folder, [*flags, str(seed), *first], options))
     results = [results_of(Path(run["folder"])) for run in runs]
