@@ -226,6 +226,9 @@ class WarmStartSettings(Section):
     learning_rate: PositiveFloat | None = field(None, "peak; null: what suits the model")
     warmup_steps: NonNegativeInt = field(30, "steps of linear warm-up")
     rule_share: Share = field(0.3, "share of decisions that follow the rule")
+    quote_rules: bool = field(
+        False, "experts quote the rule that decides: airline, retail, telecom, `agent.quote`"
+    )
 
 
 class RFTSettings(Section):

@@ -91,6 +91,7 @@ class Domain:
     family_shares: Mapping[str, float] = field(default_factory=dict, hash=False)
     is_process: bool = False  # whether each episode has a process of its own (`max_agents`)
     module: str = ""  # that the settings name
+    quotes_rules: bool = False  # whether the expert quotes rules (`warm_start.quote_rules`)
     is_own: bool = False  # of the user, not of this package
 
     @property
@@ -156,7 +157,15 @@ class Domain:
             solved: tuple[list[Message], float] = guarded(
                 "expert",
                 seconds,
-                lambda: run_expert(self.make(), expert, task, rule_share, seed, raised),
+                lambda: run_expert(
+                    self.make(),
+                    expert,
+                    task,
+                    rule_share,
+                    seed,
+                    raised,
+                    quotes_rules=self.quotes_rules,
+                ),
             )
         return solved
 
@@ -171,6 +180,7 @@ def load_domains(config: Config) -> dict[str, Domain]:
                 _load(name, known[name], config),
                 module=known[name].factory.partition(":")[0],
                 is_own=name in own,
+                quotes_rules=config.warm_start.quote_rules,
             ),
             config,
         )

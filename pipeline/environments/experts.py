@@ -40,11 +40,17 @@ class Agent:
     rule_share: float = 1.0
     messages: list[Message] = field(default_factory=list)
     raised: list[str] = field(default_factory=list)  # exceptions of tools, other than ToolErrors
-    thought: str = ""  # stands before the next call, in one message with the call
+    thought: str = ""  # stands before the next call or question, in one message with it
+    quotes_rules: bool = False  # the setting `warm_start.quote_rules`
 
     def think(self, text: str) -> None:
-        """Write a text in front of the next call."""
+        """Write a text in front of the next call or question."""
         self.thought = text
+
+    def quote(self, rule: str) -> None:
+        """Write the rule of the prompt that decides, if `warm_start.quote_rules` is true."""
+        if self.quotes_rules:
+            self.think(rule)
 
     def call(self, tool: str, /, **arguments: Any) -> Any:
         """Call a tool and return the tool's result, parsed if the result is JSON."""
@@ -60,7 +66,9 @@ class Agent:
 
     def ask(self, question: str) -> str:
         """Ask the user a question and return the user's answer."""
-        self.messages.append({"role": "assistant", "content": question})
+        content = f"{self.thought}\n{question}".lstrip("\n")
+        self.thought = ""
+        self.messages.append({"role": "assistant", "content": content})
         answer: str | None = run_here(reply_of, self.environment, question)
         if answer is None:
             raise ValueError(f"nobody answers {question!r}")
@@ -96,6 +104,8 @@ def run_expert(
     rule_share: float = 1.0,
     seed: int = 0,
     raised: list[str] | None = None,
+    *,
+    quotes_rules: bool = False,
 ) -> tuple[list[Message], float]:
     """Let the expert solve a task; return the conversation (prompt included) and the reward.
 
@@ -108,6 +118,7 @@ def run_expert(
     arguments = reset_arguments(environment.reset, task.row())
     prompt[-1]["content"] += run_here(awaited, environment.reset(**arguments)) or ""
     agent = Agent(environment, generator(seed, "expert", *task.key), rule_share)
+    agent.quotes_rules = quotes_rules
     agent.raised = agent.raised if raised is None else raised
     final = expert(agent, goal)
     if not is_done(environment):

@@ -66,33 +66,42 @@ class AirlineDatabase(Database):
     flights: dict[str, Flight]
 
 
+INSURED = {"fare": "saver", "insured": "yes"}
+UNINSURED = {"fare": "saver", "insured": "no"}
+# What an expert quotes, as the prompt has it.
+FLOWN = "Status flown: nothing can be changed. transfer with reason flown"
+UNINSURED_RULE = "Fare saver, not insured: transfer with reason uninsured"
+INSURED_RULE = "Fare saver, insured: ask the customer for the reason"
+FARE_RULE = "Fare saver: transfer with reason fare"
+MOVE_RULE = "Fare flex: look up the flights of that day"
+
 FAMILIES = (
     Family(
         "cancel",
         ("cancel {record}", "please call off {record}", "i can not fly {record}"),
         {
-            "flown": Branch(0.10, 0.12, {"status": "flown"}, "flown"),
-            "flex": Branch(0.28, 0.60, {"fare": "flex"}, "cancel"),
-            "uninsured": Branch(0.22, 0.28, {"fare": "saver", "insured": "no"}, "uninsured"),
-            "sick": Branch(0.22, 0.0, {"fare": "saver", "insured": "yes"}, "ask"),
-            "plans": Branch(0.18, 0.0, {"fare": "saver", "insured": "yes"}, "ask"),
+            "flown": Branch(0.10, 0.12, {"status": "flown"}, "flown", FLOWN),
+            "flex": Branch(0.28, 0.60, {"fare": "flex"}, "cancel", "Cancel. Fare flex: cancel"),
+            "uninsured": Branch(0.22, 0.28, UNINSURED, "uninsured", UNINSURED_RULE),
+            "sick": Branch(0.22, 0.0, INSURED, "ask", INSURED_RULE),
+            "plans": Branch(0.18, 0.0, INSURED, "ask", INSURED_RULE),
         },
     ),
     Family(
         "move",
         ("move {record} to {day}", "i want {record} on {day}", "change {record} to {day}"),
         {
-            "flown": Branch(0.12, 0.08, {"status": "flown"}, "flown"),
-            "fare": Branch(0.28, 0.32, {"fare": "saver"}, "fare"),
-            "move": Branch(0.60, 0.60, {"fare": "flex"}, "move"),
+            "flown": Branch(0.12, 0.08, {"status": "flown"}, "flown", FLOWN),
+            "fare": Branch(0.28, 0.32, {"fare": "saver"}, "fare", FARE_RULE),
+            "move": Branch(0.60, 0.60, {"fare": "flex"}, "move", MOVE_RULE),
         },
     ),
     Family(
         "bags",
         ("add a bag to {record}", "one more bag for {record}", "bag for {record}"),
         {
-            "flown": Branch(0.10, 0.10, {"status": "flown"}, "flown"),
-            **{tier: Branch(0.30, 0.30, {"tier": tier}, fee) for tier, fee in FEES.items()},
+            "flown": Branch(0.10, 0.10, {"status": "flown"}, "flown", FLOWN),
+            **{t: Branch(0.30, 0.30, {"tier": t}, fee, f"{t} {fee}") for t, fee in FEES.items()},
         },
     ),
 )
@@ -100,7 +109,9 @@ FAMILIES = (
 
 def _ask_reason(agent: Agent, goal: dict[str, str], argument: dict[str, str], choice: str) -> str:
     right = "cancel" if agent.ask("Why?") == "sick" else "plans"
-    if agent.decide(right, ["cancel", "plans"], chained=True) == "plans":
+    choice = agent.decide(right, ["cancel", "plans"], chained=True)
+    agent.quote("sick: cancel" if choice == "cancel" else "plans: transfer with reason plans")
+    if choice == "plans":
         return "plans"
     agent.call("cancel", **argument)
     return "Done."

@@ -70,6 +70,7 @@ class Branch(NamedTuple):
     easy: float  # this branch's share of the family's tasks at difficulty easy
     record: dict[str, str]  # name of a field -> possible values, separated by spaces
     choice: str  # the first decision that the policy text requires for the branch
+    rule: str = ""  # what the prompt says of this decision; an expert that quotes writes it
 
     def sample_fields(self, random: Random) -> dict[str, str]:
         """Draw each field in `record` at random from the first two possible values of the field."""
@@ -235,6 +236,7 @@ def expert_of(
     the name of a tool whose only argument is the record's id.
     """
     branches = {family.name: list(family.branches.values()) for family in families}
+    rules = {(f.name, b.choice): b.rule for f in families for b in f.branches.values()}
 
     def expert(agent: Agent, goal: dict[str, str]) -> str:
         if "record" in goal:
@@ -249,6 +251,7 @@ def expert_of(
             if all(record[field] in values.split() for field, values in branch.record.items())
         )
         choice = agent.decide(right, list(dict.fromkeys(branch.choice for branch in cases)))
+        agent.quote(rules[goal["family"], choice])
         closing = serve[choice](agent, goal, argument, choice) if choice in serve else choice
         if closing in reasons:
             agent.call("transfer", reason=closing)
@@ -331,9 +334,11 @@ def random_record(
 def with_title(domain: str, text: str) -> str:
     """Return a policy under its title, the domain's name, with a rule on each line.
 
-    The tiny model's chat template shows the title alone.
+    The tiny model's chat template shows the title alone. Calls are in words: how a call is written,
+    the chat template says.
     """
     rules = re.sub(r"\n\s*(?!- )", " ", text.strip())
+    rules = re.sub(r'transfer\("(\w+)"\)', r"transfer with reason \1", rules)
     return f"{domain}\n{'=' * len(domain)}\n\n{rules}"
 
 

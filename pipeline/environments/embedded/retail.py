@@ -72,14 +72,26 @@ class RetailDatabase(Database):
 UNDELIVERED = "pending shipped cancelled recalled"
 DELIVERED = "delivered delivered"  # two values: `sample_fields` draws no number for a single value
 UNSHIPPED = "pending delivered cancelled recalled"
+# What an expert quotes, as the prompt has it.
+PENDING_RULE = "Status pending: ask the customer for the reason"
+RECALL_RULE = "Status shipped: recall the parcel"
+DELIVERED_RULE = "Status delivered: transfer with reason delivered"
+EARLY_RULE = "Status pending or shipped: transfer with reason undelivered"
+EXCHANGE_RULE = "Status delivered: look up the variant of that colour"
+SHIPPED_RULE = "Status shipped: transfer with reason shipped"
+STOCK_RULES = {
+    "exchange": "stock in: exchange for it",
+    "stock": "stock out: transfer with reason stock",
+}
+
 FAMILIES = (
     Family(
         "cancel",
         ("cancel order {record}", "i do not want {record}", "stop order {record}"),
         {
-            "pending": Branch(0.40, 0.0, {"status": "pending"}, "ask"),
-            "shipped": Branch(0.35, 0.75, {"status": "shipped"}, "recall"),
-            "delivered": Branch(0.25, 0.25, {"status": "delivered"}, "delivered"),
+            "pending": Branch(0.40, 0.0, {"status": "pending"}, "ask", PENDING_RULE),
+            "shipped": Branch(0.35, 0.75, {"status": "shipped"}, "recall", RECALL_RULE),
+            "delivered": Branch(0.25, 0.25, {"status": "delivered"}, "delivered", DELIVERED_RULE),
         },
     ),
     Family(
@@ -90,19 +102,21 @@ FAMILIES = (
             "swap {record} for {colour}",
         ),
         {
-            "undelivered": Branch(0.25, 0.30, {"status": UNDELIVERED}, "undelivered"),
-            "in": Branch(0.45, 0.70, {"status": DELIVERED}, "exchange"),
-            "out": Branch(0.30, 0.0, {"status": DELIVERED}, "exchange"),
+            "undelivered": Branch(0.25, 0.30, {"status": UNDELIVERED}, "undelivered", EARLY_RULE),
+            "in": Branch(0.45, 0.70, {"status": DELIVERED}, "exchange", EXCHANGE_RULE),
+            "out": Branch(0.30, 0.0, {"status": DELIVERED}, "exchange", EXCHANGE_RULE),
         },
     ),
     Family(
         "refund",
         ("refund {record}", "i want my money for {record}", "pay back {record}"),
         {
-            "shipped": Branch(0.22, 0.22, {"status": "shipped"}, "shipped"),
+            "shipped": Branch(0.22, 0.22, {"status": "shipped"}, "shipped", SHIPPED_RULE),
             **{
-                paid: Branch(0.26, 0.26, {"status": UNSHIPPED, "paid": paid}, target)
-                for paid, target in TARGETS.items()
+                way: Branch(
+                    0.26, 0.26, {"status": UNSHIPPED, "paid": way}, target, f"{way} to {target}"
+                )
+                for way, target in TARGETS.items()
             },
         },
     ),
@@ -117,7 +131,9 @@ def _cancel(agent: Agent, goal: dict[str, str], argument: dict[str, str], choice
 def _exchange(agent: Agent, goal: dict[str, str], argument: dict[str, str], choice: str) -> str:
     variant = agent.call("find_variant", colour=goal["colour"])
     right = "exchange" if variant["stock"] == "in" else "stock"
-    if agent.decide(right, ["exchange", "stock"], chained=True) == "stock":
+    choice = agent.decide(right, ["exchange", "stock"], chained=True)
+    agent.quote(STOCK_RULES[choice])
+    if choice == "stock":
         return "stock"
     agent.call("exchange", **argument, variant=variant["variant"])
     return "Done."

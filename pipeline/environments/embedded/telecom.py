@@ -97,33 +97,46 @@ def done_by_user(database: TelecomDatabase, action: UserAction) -> dict[str, str
     return {"ok": "yes"}
 
 
+ROAMING_OFF = {"plan": "plus", "roaming": "off"}
+# What an expert quotes, as the prompt has it.
+ENDED_RULE = "Status ended: transfer with reason ended"
+DUE_RULE = "Status paused, bill due: send the bill"
+PAID_RULE = "Status paused, bill paid: resume the line"
+ACTIVE_RULE = "Status active: have the phone checked"
+NO_DATA_RULE = "Plan basic: transfer with reason no_data"
+OVER_RULE = "Usage over the limit: ask the customer how much to add"
+UNDER_RULE = "Usage under the limit: have the phone checked"
+NO_ROAMING_RULE = "Plan basic: transfer with reason no_roaming"
+OFF_RULE = "Roaming off: enable it"
+ON_RULE = "Roaming on: have the phone checked"
+
 FAMILIES = (
     Family(
         "service",
         ("no service on {record}", "{record} does not work", "i can not call with {record}"),
         {
-            "ended": Branch(0.22, 0.30, {"status": "ended"}, "ended"),
-            "due": Branch(0.30, 0.0, {"status": "paused", "bill": "due"}, "bill"),
-            "paid": Branch(0.20, 0.70, {"status": "paused", "bill": "paid"}, "resume"),
-            "check": Branch(0.28, 0.0, {"status": "active"}, "check"),
+            "ended": Branch(0.22, 0.30, {"status": "ended"}, "ended", ENDED_RULE),
+            "due": Branch(0.30, 0.0, {"status": "paused", "bill": "due"}, "bill", DUE_RULE),
+            "paid": Branch(0.20, 0.70, {"status": "paused", "bill": "paid"}, "resume", PAID_RULE),
+            "check": Branch(0.28, 0.0, {"status": "active"}, "check", ACTIVE_RULE),
         },
     ),
     Family(
         "data",
         ("slow data on {record}", "{record} is slow", "no internet with {record}"),
         {
-            "no_data": Branch(0.24, 0.30, {"plan": "basic"}, "no_data"),
-            "over": Branch(0.36, 0.0, {"plan": "plus", "usage": "over"}, "ask"),
-            "check": Branch(0.40, 0.70, {"plan": "plus", "usage": "under"}, "check"),
+            "no_data": Branch(0.24, 0.30, {"plan": "basic"}, "no_data", NO_DATA_RULE),
+            "over": Branch(0.36, 0.0, {"plan": "plus", "usage": "over"}, "ask", OVER_RULE),
+            "check": Branch(0.40, 0.70, {"plan": "plus", "usage": "under"}, "check", UNDER_RULE),
         },
     ),
     Family(
         "abroad",
         ("{record} fails abroad", "i travel with {record}", "no signal abroad on {record}"),
         {
-            "no_roaming": Branch(0.25, 0.30, {"plan": "basic"}, "no_roaming"),
-            "off": Branch(0.30, 0.70, {"plan": "plus", "roaming": "off"}, "enable_roaming"),
-            "check": Branch(0.45, 0.0, {"plan": "plus", "roaming": "on"}, "check"),
+            "no_roaming": Branch(0.25, 0.30, {"plan": "basic"}, "no_roaming", NO_ROAMING_RULE),
+            "off": Branch(0.30, 0.70, ROAMING_OFF, "enable_roaming", OFF_RULE),
+            "check": Branch(0.45, 0.0, {"plan": "plus", "roaming": "on"}, "check", ON_RULE),
         },
     ),
 )
@@ -145,6 +158,7 @@ def _add_data(agent: Agent, goal: dict[str, str], argument: dict[str, str], choi
 def _check(agent: Agent, goal: dict[str, str], argument: dict[str, str], choice: str) -> str:
     fault = agent.call("ask_user", action="check")["fault"]
     remedy = agent.decide(REMEDIES[fault], list(REMEDIES.values()), chained=True)
+    agent.quote(next(f"{found}: {cure}" for found, cure in REMEDIES.items() if cure == remedy))
     agent.call("ask_user", action=remedy)
     return "Done."
 

@@ -421,6 +421,33 @@ def three_drafts(random, family, branch, case):
 # Demonstrations
 
 
+@in_the_default_domains
+@pytest.mark.parametrize("share", [1.0, 0.0])
+def test_experts_that_quote_write_the_rule_of_what_they_do(domain, share):
+    """Also of a wrong decision: an action of the rule follows each quoted rule."""
+    source = MODULES[domain]
+    for task in make_tasks(domain, 300):
+        played = [
+            run_expert(CLASSES[domain](), source.expert, task, share, quotes_rules=is_on)
+            for is_on in (True, False)
+        ]
+        (quoting, reward), (plain, same_reward) = played
+        assert reward == same_reward
+        quotes = [
+            quoted["content"].removesuffix(said["content"]).strip()
+            for quoted, said in zip(quoting, plain, strict=True)
+        ]
+        rules = [quote for quote in quotes if quote]
+        assert rules and all(rule in quoting[0]["content"] for rule in rules)
+        assert [{**m, "content": ""} for m in quoting] == [{**m, "content": ""} for m in plain]
+        for rule, message in zip(quotes, plain, strict=True):
+            name, arguments = function_of(message)
+            if "transfer" in (name, *rule.split()):
+                assert rule.endswith(f"transfer with reason {arguments['reason']}")
+            elif rule and name and (written := set(arguments.values()) & set(rule.split())):
+                assert rule.endswith(*written)
+
+
 @in_every_domain
 def test_a_demonstrator_is_repeatable_and_leaves_every_choice_likely(domain):
     expert, environment = MODULES[domain].expert, CLASSES[domain]()
