@@ -9,10 +9,9 @@ from math import inf
 
 import pytest
 
-from pipeline.config.cli import parse
 from pipeline.data.tasks import SPLITS
 from pipeline.models.tiny import tiny_model
-from scripts.proofs import task_sampling, transfer
+from scripts.proofs import task_sampling
 from tests.support import ROOT
 from tests.support.helpers import tokenizer
 
@@ -97,9 +96,10 @@ SCRIPTS = {  # arguments, and the least and the greatest value of figures
         ],
         {"faults": (2, 2), "not told rightly": (0, 0)},
     ),
-    "proofs/transfer": (
+    "proofs/forgetting": (
         [
-            *("--quick", "--seeds", "1", "--rows", "0", "5", "7", "--output-dir", "out"),
+            *("--quick", "--seeds", "1", "--rows", "sequence", "mixed", "rft"),
+            *("--output-dir", "out", "--raw", "raw.json", "--figure", "forgetting.png"),
             *("--", *STEP, "--max-turns", "5", "--max-tokens-per-turn", "12", "--max-steps", "3"),
             *("--tasks-per-step", "3", "--eval-tasks-per-domain", "2", "--validation-steps", "0"),
             *("--warm-start-steps", "1", "--warm-start-batch-size", "3"),
@@ -125,13 +125,6 @@ def test_a_benchmark_or_proof_in_small_has_the_figures_that_it_must_have(name, t
     figures = json.loads((tmp_path / "found").read_text())["figures"]
     for figure, (least, greatest) in bounds.items():
         assert least <= figures[figure] <= greatest, figure
-
-
-@pytest.mark.parametrize("settings", transfer.ROWS.values(), ids=list(transfer.ROWS))
-def test_every_row_of_transfer_is_another_setting_that_the_command_line_takes(settings):
-    recipe = ["--config", "forgetting"]
-    changed = parse([*recipe, *transfer.sweep.flags_of(settings)]) != parse(recipe)
-    assert changed == bool(settings)
 
 
 def test_the_levels_of_task_sampling_are_equally_many_and_no_split_has_a_question_of_another():
