@@ -76,7 +76,8 @@ WORDS = {
     RELEARN: "the first domain once more",
 }
 # Settings by kind of model. `kl_episodes` is for each domain and later stage.
-TINY = "--tasks-per-step 12 --max-steps 120 --eval-tasks-per-domain 100 --eval-trials 2"
+TINY = "--tasks-per-step 12 --max-steps 84 --learning-rate 8e-4"
+TINY += " --eval-tasks-per-domain 100 --eval-trials 2"
 KL_EPISODES = {"tiny": 100, "real": 18}
 # Without checkpoints inside stages; evaluations of equal policies are made once.
 ALWAYS = "--save-steps 0 --validation-steps 0 --no-eval-greedy --no-eval-on-start --report-to none"
