@@ -16,10 +16,14 @@ from pipeline.before_grpo import attach_adapters, before_training, report_start
 from pipeline.checkpoints.checkpoint import full_disk
 from pipeline.checkpoints.moments import load_optimizer
 from pipeline.checkpoints.resume import (
+    START,
+    experts_of,
     folder_of_reference,
     refuse_other_origin,
+    set_merged,
     set_weights,
     share_folder,
+    start_of_grpo,
     weights_of,
 )
 from pipeline.checkpoints.run_folder import folder_of
@@ -27,7 +31,7 @@ from pipeline.checkpoints.transcripts import read_transcripts
 from pipeline.common.console import command, kept_warnings, may_fail
 from pipeline.common.errors import INTERRUPTED, RunError, UserError
 from pipeline.common.layout import WARNINGS
-from pipeline.config.settings import Config
+from pipeline.config.settings import MERGE, Config
 from pipeline.data.curriculum import GAIN, Stage, learning_rate_at
 from pipeline.data.task_memory import TaskMemory
 from pipeline.data.tasks import Task
@@ -130,6 +134,8 @@ def begin_grpo(run: Run) -> Meter:
     learner = run.learner
     updater = learner.updater = make_updater(run)
     learner.sync_weights()
+    if run.config.curriculum.is_separate and not (run.config.is_supervised or run.state.step):
+        run.save(START)
     run.save_if_needed()
     run.kl_probe.load([s for s in run.stages[:-1] if run.state.evaluated(s.name)])
     step_metrics.tell_missed(run.config.run.profile, run.state.step, run.folder, run.say)
@@ -180,6 +186,8 @@ def make_updater(run: Run) -> Updater:
 def begin_stage(run: Run, stage: Stage) -> int:
     """Prepare a stage; return the index of the stage's next step among all steps of the run."""
     is_inside = run.state.step > stage.first_step
+    if stage.anew and not is_inside:
+        begin_anew(run, stage)
     if (reference := updater_of(run).reference) is not None:
         if run.config.grpo.reference_per_stage and not is_inside:
             reference.refresh()
@@ -196,13 +204,38 @@ def begin_stage(run: Run, stage: Stage) -> int:
         if run.config.curriculum.difficulties:  # which may have equal ids
             run.state.task_memory = {}
         stages = run.stages[: stage.index + 1]
-        for line in lost_domains(run.state.evaluations, stages, run.config.evaluation):
-            run.say(f"warning: {line}")
+        if not stage.anew:
+            for line in lost_domains(run.state.evaluations, stages, run.config.evaluation):
+                run.say(f"warning: {line}")
     run.sources = run.parts.sources(stage)
     validate_when_due(run, stage)  # a resumed run may have stopped before this validation
     if has_unsaved_best(run):
         run.save()
     return max(stage.first_step, run.state.step)
+
+
+def begin_anew(run: Run, stage: Stage) -> None:
+    """Set the weights from before the first stage, or those merged of all experts; reset AdamW."""
+    config = run.config
+    start = start_of_grpo(run.checkpointer)
+    if start is None:
+        raise UserError(
+            f"curriculum: checkpoint {START}, with which stage {stage.name} begins, is gone; "
+            "restore it, or start anew"
+        )
+    model = run.learner.model
+    tokenizer = run.parts.tokenizer
+    with run.ranks.phase("load weights", stage.name, run.state.step):
+        if stage.name == MERGE:
+            experts = experts_of(run.checkpointer, run.stages)
+            how = f"{config.curriculum.merge_method} of {', '.join(experts)}"
+            run.say(f"stage {MERGE}: {how}, from {start.name}")
+            set_merged(model, config, tokenizer, [start, *experts.values()], run.ranks)
+            run.state.stage = MERGE
+        else:
+            set_weights(model, config, tokenizer, start)
+        updater_of(run).optimizer.state.clear()
+        run.learner.sync_weights()
 
 
 def end_stage(run: Run, stage: Stage) -> None:

@@ -4,7 +4,7 @@ import json
 import os
 import platform
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from hashlib import sha256
 from importlib.util import find_spec
@@ -31,6 +31,7 @@ from pipeline.models import lora
 from pipeline.models.capabilities import other_stops
 from pipeline.models.chat.template import Chat
 from pipeline.models.loading import load_folder, load_model
+from pipeline.models.merging import merged
 
 PACKAGE = Path(__file__).parents[1]
 CONFIGURATION = "configuration of the base model"
@@ -38,6 +39,7 @@ CONFIGURATION = "configuration of the base model"
 NOT_COMPUTED = ("_name_or_path", "architectures", "dtype", "eos_token_id", "transformers_version")
 # The file that a process was started by, which differs with the number of ranks.
 STARTED = ("__main__", "__mp_main__")
+START = "start"  # checkpoint of the model before GRPO, where no supervised training comes before
 LATE_S = 2.0  # network file systems show a new file a little late
 
 
@@ -318,17 +320,40 @@ def folder_of_reference(
 ) -> Path | None:
     """Return the checkpoint of the reference model; None if the original model is the reference.
 
-    It is the end of the last stage with `per_stage`, else of the last supervised training.
+    With `per_stage` it is the one that the stage goes on from, else the start of GRPO.
     """
     finished = [stage for stage in stages if checkpointer.state.evaluated(stage.name)]
-    if per_stage and finished:
-        path = checkpointer.folder / f"stage-{len(finished)}-{finished[-1].name}"
-    else:
-        paths = [checkpointer.folder / name for name in ("rft", "warm-start")]
-        supervised = [path for path in paths if path.is_dir()]
-        if not supervised:
-            return None
-        path = supervised[0]
+    is_anew = any(stage.anew for stage in stages[len(finished) :][:1])
+    if per_stage and finished and not is_anew:
+        return end_of(finished[-1], checkpointer)
+    return start_of_grpo(checkpointer)
+
+
+def start_of_grpo(checkpointer: Checkpointer) -> Path | None:
+    """Return the checkpoint of the model before the first stage; None if it is the original one.
+
+    The curriculum `separate` always has it, because its stages begin with it.
+    """
+    paths = [checkpointer.folder / name for name in ("rft", "warm-start", START)]
+    return next((_undamaged(path) for path in paths if path.is_dir()), None)
+
+
+def end_of(stage: Stage, checkpointer: Checkpointer) -> Path:
+    """Return the checkpoint of the end of a stage."""
+    return _undamaged(checkpointer.folder / f"stage-{stage.index + 1}-{stage.name}")
+
+
+def experts_of(checkpointer: Checkpointer, stages: Sequence[Stage]) -> dict[str, Path]:
+    """Return the checkpoint of the end of each domain's last stage, before the last stage of all.
+
+    With the curriculum `separate`, these are the experts. Raises UserError if one is damaged.
+    """
+    last = {stage.own[0]: stage for stage in stages[:-1]}
+    return {domain: end_of(stage, checkpointer) for domain, stage in last.items()}
+
+
+def _undamaged(path: Path) -> Path:
+    """Return a checkpoint that a run needs beside its last one; raises UserError if damaged."""
     if why := problem(path):
         raise UserError(
             f"resume_from_checkpoint: {path.name}, which the run needs, is damaged ({why}); "
@@ -346,4 +371,27 @@ def set_weights(model: Any, config: Config, tokenizer: Any, folder: Path | None)
         return  # New LoRA adapters do not change the output of a model.
     loaded = load_start(config, tokenizer, folder, torch.device("cpu"))[1]
     for parameter, value in zip(model.parameters(), loaded.parameters(), strict=True):
+        fill(parameter, value)
+
+
+@torch.no_grad()
+def set_merged(
+    model: Any, config: Config, tokenizer: Any, folders: Sequence[Path], ranks: Ranks
+) -> None:
+    """Load the merged weights of experts into `model`; `folders` are of the start and the experts.
+
+    Rank 0 reads all of them at once and merges in float32; the other ranks get its bits.
+    """
+    settings = config.curriculum
+    values: Iterator[torch.Tensor] | None = None
+    if ranks.is_main:
+        cpu = torch.device("cpu")
+        models = [load_start(config, tokenizer, folder, cpu)[1] for folder in folders]
+        start, *experts = [[*of.parameters()] for of in models]
+        values = merged(
+            start, experts, settings.merge_method, settings.merge_weight, settings.merge_density
+        )
+    for parameter in model.parameters():
+        value = torch.empty(parameter.shape) if values is None else next(values)
+        ranks.copy_of_main(value)
         fill(parameter, value)

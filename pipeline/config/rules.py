@@ -19,7 +19,9 @@ from pipeline.config.domain_names import (
 )
 from pipeline.config.settings import (
     CURRICULA,
+    LAST_STAGES,
     LOSSES,
+    MERGE,
     SAMPLERS,
     Config,
     EndpointSettings,
@@ -35,7 +37,15 @@ _NUMBERS = r"[0-9]{1,3}(\.[0-9]{1,3}){3}|\[[0-9a-f:.]+\]"  # addresses of IPv4 a
 _HOST = rf"({_NUMBERS}|(?![0-9.]+([:/]|$)){_LABEL}(\.{_LABEL})*\.?)"
 BASE_URL = re.compile(rf"https?://{_HOST}(:(?P<port>[0-9]{{1,5}}))?(/[^\s?#]*)?", re.IGNORECASE)
 # No domain may have a name that evaluations or metrics use.
-RESERVED_NAMES = (*JOINT_STAGES, "start", "warm_start", "rft", "mean", "agent")
+RESERVED_NAMES = (
+    *JOINT_STAGES,
+    *LAST_STAGES.values(),
+    "start",
+    "warm_start",
+    "rft",
+    "mean",
+    "agent",
+)
 
 Verdicts = Iterable[tuple[bool, str]]  # whether a rule is broken, and its message
 
@@ -95,7 +105,15 @@ def without_effect(config: Config) -> list[str]:
         inexact = " or ".join(name for name, facts in SAMPLERS.items() if not facts.is_exact)
         names = (n for n in GRPOSettings.model_fields if n.startswith("vllm_importance_sampling_"))
         needed |= dict.fromkeys(names, f"sampler {inexact}")
-    set_by_user = {*changed(config.run), *changed(config.rollout), *changed(config.grpo)}
+    is_separate = config.curriculum.is_separate
+    needed |= dict.fromkeys(
+        ("replay", "preview") if is_separate else ("merge_method", "merge_weight"),
+        "curriculum sequential" if is_separate else "curriculum separate",
+    )
+    if not is_separate or config.curriculum.merge_method != "ties":
+        needed["merge_density"] = "curriculum separate and merge_method ties"
+    sections = (config.run, config.rollout, config.grpo, config.curriculum)
+    set_by_user = {name for section in sections for name in changed(section)}
     return [
         *lines,
         *(f"{n}: has no effect without {what}" for n, what in needed.items() if n in set_by_user),
@@ -210,7 +228,8 @@ def _names(config: Config) -> Verdicts:
     curriculum = config.curriculum
     known = list(known_domains(config))
     used = data.domains
-    stages = list(dict.fromkeys([*known, *JOINT_STAGES, *config.stage_names]))
+    trained = [name for name in config.stage_names if name != MERGE]
+    stages = list(dict.fromkeys([*known, *JOINT_STAGES, *trained]))
     scales = config.grpo.domain_advantage_scale
     of_run = "domains of the run, as `domains` lists them"
     yield from ((True, _unknown_domain(name, known)) for name in used if name not in known)
@@ -225,8 +244,8 @@ def _names(config: Config) -> Verdicts:
         ("family_shares", curriculum.family_shares, known, "domains"),
         ("domain_advantage_scale", scales, known, "domains"),
         ("stage_weights", curriculum.stage_weights, stages, "stages"),
-        ("stage_steps", curriculum.stage_steps, config.stage_names, "stages"),
-        ("stage_tasks", curriculum.stage_tasks, config.stage_names, "stages"),
+        ("stage_steps", curriculum.stage_steps, trained, "stages"),
+        ("stage_tasks", curriculum.stage_tasks, trained, "stages"),
     ):
         hint = f"name {kind} ({', '.join(choices)})"
         yield from ((name not in choices, f"{setting}: got {name!r}; {hint}") for name in named)
@@ -250,6 +269,17 @@ def _curriculum(config: Config) -> Verdicts:
         bool(order) and curriculum.is_joint,
         f"order: got {order} with curriculum {curriculum.curriculum}, whose stage holds all "
         "domains; take one of the two out",
+    )
+    names = curriculum.order or config.data.domains
+    yield (
+        curriculum.is_separate and len(names) < 2,
+        f"curriculum: got separate for {','.join(names)} alone, so nothing can be merged; give "
+        "more domains, or sequential",
+    )
+    yield (
+        curriculum.is_separate and len(set(names)) < len(names),
+        f"order: got {order} with curriculum separate, where a domain has one expert; name each "
+        "domain once",
     )
     for domain, shares in curriculum.family_shares.items():
         total = sum(shares.values())
@@ -311,6 +341,18 @@ CONTRADICTIONS = (
         "plateau_patience",
         lambda c: c.curriculum.plateau_patience > 0 and not c.evaluation.validation_steps,
         "give validation_steps more than 0, or take it out",
+    ),
+    Row(
+        "merge_method",
+        lambda c: c.curriculum.is_separate and c.model.use_peft and MERGE in c.stage_names,
+        "got {curriculum.merge_method} with use_peft: the sum of experts' products B A has a "
+        "higher rank than one adapter holds; train all weights",
+    ),
+    Row(
+        "keep_best",
+        lambda c: c.curriculum.is_separate and c.run.keep_best,
+        "got true with curriculum separate, where the best policy may be an expert of one domain; "
+        "take it out: the last checkpoint is what was made of all",
     ),
     # GRPO
     Row(

@@ -16,7 +16,9 @@ MAX_SEED = 2**32 - 1  # the largest seed that NumPy accepts
 Difficulty = Literal["easy", "medium", "hard"]
 # Whether the stages of a curriculum are joint: have all domains. `data/curriculum.py` makes them.
 # A step of `mixed` has groups of every domain; a step of `interleaved` has groups of one domain.
-CURRICULA = {"sequential": False, "mixed": True, "interleaved": True}
+CURRICULA = {"sequential": False, "separate": False, "mixed": True, "interleaved": True}
+MERGE = "merge"  # a stage without steps, in which the experts' weights are merged
+LAST_STAGES = {"task_arithmetic": MERGE, "ties": MERGE}  # of `separate`, by merge_method
 
 
 class LossFacts(NamedTuple):
@@ -243,7 +245,16 @@ class CurriculumSettings(Section):
     """curriculum"""
 
     curriculum: Literal[*CURRICULA] = field(  # type: ignore[invalid-literal]
-        "sequential", "a stage per domain, or one stage of all domains"
+        "sequential", "a stage per domain, or one stage of all domains; separate: then merged"
+    )
+    merge_method: Literal[*LAST_STAGES] = field(  # type: ignore[invalid-literal]
+        "task_arithmetic", "how the experts of separate stages become one model"
+    )
+    merge_weight: PositiveFloat | None = field(
+        None, "factor of the merged task vectors; null: 1 / experts for task_arithmetic, 1 for ties"
+    )
+    merge_density: float = field(
+        0.2, "ties: share of each task vector that is kept, its largest values", gt=0, le=1
     )
     order: list[str] = field([], "domain of each stage; may repeat domains; none: `domains`")
     domain_weights: PositiveWeights = field(
@@ -274,6 +285,11 @@ class CurriculumSettings(Section):
     def is_joint(self) -> bool:
         """Whether the stages have all domains."""
         return CURRICULA[self.curriculum]
+
+    @property
+    def is_separate(self) -> bool:
+        """Whether each domain has an expert, and a last stage makes one model of them."""
+        return self.curriculum == "separate"
 
 
 class RolloutSettings(Section):
@@ -471,7 +487,7 @@ class Config(Section):
 
     @property
     def stage_names(self) -> list[str]:
-        """The names of the stages, such as `airline`, `airline-2`, `airline-easy` or `mixed`."""
+        """The names of the stages: `airline`, `airline-2`, `airline-easy`, `mixed`, `merge`."""
         curriculum = self.curriculum
         names: list[str] = [curriculum.curriculum]
         if not curriculum.is_joint:
@@ -479,7 +495,8 @@ class Config(Section):
             times = [order[: index + 1].count(name) for index, name in enumerate(order)]
             names = [n if t == 1 else f"{n}-{t}" for n, t in zip(order, times, strict=True)]
         parts = [f"-{difficulty}" for difficulty in curriculum.difficulties] or [""]
-        return [f"{name}{part}" for name in names for part in parts]
+        last = [LAST_STAGES[curriculum.merge_method]] if curriculum.is_separate else []
+        return [*(f"{name}{part}" for name in names for part in parts), *last]
 
     @property
     def corrects_sampling(self) -> bool:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from pipeline.common.errors import UserError
 from pipeline.common.untrusted import shown
-from pipeline.config.settings import Config, GRPOSettings
+from pipeline.config.settings import MERGE, Config, GRPOSettings
 from pipeline.data.rng import generator, permutation
 from pipeline.data.tasks import Source, Task, tasks_for_step
 
@@ -35,11 +35,17 @@ class Stage:
     first_step: int = 0  # number of steps before the stage
     num_steps: int = 0
     family_shares: Mapping[str, Mapping[str, float]] = field(default_factory=dict)  # by domain
+    anew: bool = False  # begins with the weights from before the first stage, or merged ones
 
     @property
     def last_step(self) -> int:
         """The number of steps from the start of the run to the end of the stage."""
         return self.first_step + self.num_steps
+
+    def has(self, validation: Mapping[str, Any]) -> bool:
+        """Whether a validation is of the stage's policy, or of the policy that it goes on with."""
+        is_later = validation["step"] >= self.first_step
+        return is_later and (not self.anew or validation["stage"] == self.name)
 
 
 def make_stages(config: Config, num_tasks: Mapping[str, int]) -> list[Stage]:
@@ -52,6 +58,8 @@ def make_stages(config: Config, num_tasks: Mapping[str, int]) -> list[Stage]:
         for shares in STAGES[curriculum.curriculum](config)
         for difficulty in difficulties
     ]
+    if curriculum.is_separate:
+        parts.append((Shares((), {}), config.data.difficulty))
     names = config.stage_names
     num_steps = _steps(config, [shares.own for shares, _ in parts])
     stages: list[Stage] = []
@@ -66,7 +74,8 @@ def make_stages(config: Config, num_tasks: Mapping[str, int]) -> list[Stage]:
             why = f"{min(without_groups)} would have no group in stage {name}"
             raise UserError(f"domain_weights: {why}; give it more weight, or raise tasks_per_step")
         stage = Stage(index=index, name=name, own=own, difficulty=difficulty, groups=groups)
-        stages.append(replace(stage, schedule=schedule, num_steps=steps))
+        anew = curriculum.is_separate and index > 0 and index % len(difficulties) == 0
+        stages.append(replace(stage, schedule=schedule, num_steps=steps, anew=anew))
     return one_after_another(stages)
 
 
@@ -93,6 +102,11 @@ def sequential(config: Config) -> list[Shares]:
     return stages
 
 
+def separate(config: Config) -> list[Shares]:
+    """A stage for each domain, with groups of this domain alone; they train experts."""
+    return [Shares((d,), {d: 1.0}) for d in config.curriculum.order or config.data.domains]
+
+
 def mixed(config: Config) -> list[Shares]:
     """One stage with groups of all domains in each step."""
     domains = config.data.domains
@@ -106,7 +120,12 @@ def interleaved(config: Config) -> list[Shares]:
     return [shares._replace(takes_turns=True) for shares in mixed(config)]
 
 
-STAGES = {"sequential": sequential, "mixed": mixed, "interleaved": interleaved}
+STAGES = {
+    "sequential": sequential,
+    "separate": separate,
+    "mixed": mixed,
+    "interleaved": interleaved,
+}
 
 
 def one_after_another(
@@ -130,8 +149,9 @@ def _steps(config: Config, owns: Sequence[tuple[str, ...]]) -> list[int]:
     max_steps = config.grpo.max_steps
     size = config.rollout.tasks_per_step
     steps = curriculum.stage_steps | {n: -(-c // size) for n, c in curriculum.stage_tasks.items()}
-    total = sum(steps.values())
     names = config.stage_names
+    steps |= {MERGE: 0} if MERGE in names else {}
+    total = sum(steps.values())
     rest = {name: own for name, own in zip(names, owns, strict=True) if name not in steps}
     if total > max_steps or (not rest and total < max_steps):
         given = f"the stages have {total} steps, and max_steps is {max_steps}"

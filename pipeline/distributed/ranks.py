@@ -169,6 +169,14 @@ class Ranks:
             dist.all_gather(gathered, tensor, group=self._group)
         return gathered
 
+    def copy_of_main(self, tensor: torch.Tensor) -> None:
+        """Copy rank 0's CPU tensor into the tensors of the other ranks, which have its shape."""
+        if self._group is None:
+            return
+        self.bytes["tensors"] += tensor.nbytes if self.is_main else 0
+        with self._clock("wait"), self.waiting("wait"):
+            dist.broadcast(tensor, src=0, group=self._group)
+
     def all_gather_numbers(self, values: Sequence[float]) -> list[list[float]]:
         """Return the `values` of each rank, in order of ranks; the lengths may differ."""
         return self.all_gather_objects([float(value) for value in values], "wait")

@@ -360,9 +360,7 @@ def fallen_domains(
     """
     threshold = config.evaluation.success_threshold
     for domain in stage.own:
-        of_stage = [
-            v for v in validations if v["step"] >= stage.first_step and domain in v["success"]
-        ]
+        of_stage = [v for v in validations if stage.has(v) and domain in v["success"]]
         history = [
             {task: succeeded(reward, threshold) for task, reward in v["success"][domain].items()}
             for v in of_stage

@@ -236,7 +236,7 @@ def validation_metrics(
 def plateau(validations: Sequence[Mapping[str, Any]], stage: Stage, config: Config) -> float | None:
     """Return a stage's best validation success rate, or None while the success rate still rises."""
     threshold = config.evaluation.success_threshold
-    of_stage = (v["success"] for v in validations if v["step"] >= stage.first_step)
+    of_stage = (v["success"] for v in validations if stage.has(v))
     means = (mean_success(of, stage.own, threshold) for of in of_stage)
     history = [mean for mean in means if mean is not None]
     return max(history) if on_plateau(history, config.curriculum.plateau_patience) else None
@@ -257,6 +257,7 @@ class KLProbe:
         self.episodes: dict[str, list[Trajectory]] = {}  # by domain
         self.is_wanted = (
             min(config.evaluation.kl_probe_tasks, config.evaluation.validation_steps) > 0
+            and not config.curriculum.is_separate  # an expert has no earlier domains
         )
 
     def keep(self, stage: Stage, tasks: Sequence[Task], rollout: Rollout) -> None:

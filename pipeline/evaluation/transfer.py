@@ -16,7 +16,7 @@ Letters in shapes: B samples (the first is the estimate), S seeds, P points, N t
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
-from itertools import chain
+from itertools import chain, pairwise
 from math import comb, sqrt
 from statistics import fmean
 from typing import Any, NamedTuple
@@ -25,6 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipeline.common.errors import UserError
+from pipeline.config.settings import LAST_STAGES
 from pipeline.data.curriculum import BEFORE_GRPO
 from pipeline.data.rng import stream_key
 from pipeline.data.tasks import HELD_OUT, MODULE
@@ -33,6 +34,7 @@ from pipeline.rollout.trajectory import is_graded, succeeded
 RESAMPLES = 2000
 Z95 = 1.959964
 MIN_TASKS = 5  # fewer tasks give an interval that is too narrow to call a fall
+JOINING = {*LAST_STAGES.values()}  # stages that make one model of experts
 KINDS = {"tasks": "sampled", "greedy_tasks": "greedy"}  # key in `results.json` -> name in reports
 
 Floats = NDArray[np.float64]
@@ -107,19 +109,26 @@ def _weights(count: int, *key: int | str) -> Floats:
     return np.vstack([np.ones(count), weights.astype(np.float64)])
 
 
-def column_metrics(matrix: Floats, own: Stages) -> dict[str, dict[int, Floats]]:
+def column_metrics(
+    matrix: Floats, own: Stages, origins: Sequence[int] | None = None
+) -> dict[str, dict[int, Floats]]:
     """Return metrics of each column c, [B], from the matrix R [B, P, C].
+
+    `origins` has, for each stage and for the end of the run, the evaluation point whose policy goes
+    on there; default: the point before. Experts go on from point 0, and so does the end of a run
+    that has not merged them. What needs another origin is left out.
 
     `backward_transfer` is R[T, c] - R[i, c], where i < T is the last stage that trained c. The mean
     over columns is GEM's BWT. If stage T trained c, or no stage did, c has no `backward_transfer`.
-    `forward_transfer` is R[i - 1, c] - R[0, c], where i > 1 is the first stage that trained c, or
-    T + 1 if no stage trained c. The mean over columns is GEM's FWT, but GEM subtracts the accuracy
-    of a random initialisation, not R[0, c].
+    `forward_transfer` is R[origin of i, c] - R[0, c], where i is the first stage that trained c, or
+    T + 1 if no stage trained c, and its origin is not 0. The mean over columns is GEM's FWT, but
+    GEM subtracts the accuracy of a random initialisation, not R[0, c].
     `forgetting` is max over t < T of R[t, c], minus R[T, c], for columns with `backward_transfer`
     (Chaudhry et al. 2018, equation 3, but from t = 0). The maximum of noisy numbers is biased
     upwards, so only the interval of `backward_transfer` can show that a policy has forgotten.
     """
     end = len(own)
+    origins = origins or range(end + 1)
     names = ("backward_transfer", "forward_transfer", "forgetting")
     found: dict[str, dict[int, Floats]] = {name: {} for name in names}
     for c in range(matrix.shape[-1]):
@@ -127,23 +136,28 @@ def column_metrics(matrix: Floats, own: Stages) -> dict[str, dict[int, Floats]]:
         stages = [t for t, columns in enumerate(own, 1) if c in columns]
         first = min(stages, default=end + 1)
         last = max(stages, default=end)
-        if first > 1:
-            found["forward_transfer"][c] = accuracy[:, first - 1] - accuracy[:, 0]
-        if last < end:
+        if origins[first - 1] > 0:
+            found["forward_transfer"][c] = accuracy[:, origins[first - 1]] - accuracy[:, 0]
+        if last < end == origins[end]:
             found["backward_transfer"][c] = accuracy[:, end] - accuracy[:, last]
             found["forgetting"][c] = accuracy[:, :end].max(-1) - accuracy[:, end]
     return found
 
 
-def stage_gains(matrix: Floats, own: Stages) -> list[list[Floats]]:
-    """Return R[t, c] - R[t - 1, c], [B], for each stage t and every column c that t trained."""
+def stage_gains(
+    matrix: Floats, own: Stages, origins: Sequence[int] | None = None
+) -> list[list[Floats]]:
+    """Return R[t, c] - R[origin of t, c], [B], for each stage t and every column that t trained."""
+    origins = origins or range(len(own) + 1)
     return [
-        [matrix[:, t, c] - matrix[:, t - 1, c] for c in sorted(columns)]
+        [matrix[:, t, c] - matrix[:, origins[t - 1], c] for c in sorted(columns)]
         for t, columns in enumerate(own, 1)
     ]
 
 
-def matrix_metrics(matrix: Floats, own: Stages, num_episodes: int) -> dict[str, Floats]:
+def matrix_metrics(
+    matrix: Floats, own: Stages, num_episodes: int, origins: Sequence[int] | None = None
+) -> dict[str, Floats]:
     """Return the metrics [B] of the whole matrix [B, P, C], without metrics that have no value.
 
     - average_accuracy: mean over columns of R[T, c] (GEM's ACC)
@@ -156,9 +170,12 @@ def matrix_metrics(matrix: Floats, own: Stages, num_episodes: int) -> dict[str, 
     found: dict[str, Floats | None] = {"average_accuracy": np.asarray(end.mean(-1))}
     if own:
         found["total_gain"] = gain = np.asarray((end - matrix[:, 0]).mean(-1))
-        found["stage_gain"] = mean(of for gains in stage_gains(matrix, own) for of in gains)
-        found |= {name: mean(of.values()) for name, of in column_metrics(matrix, own).items()}
-        found["learning_efficiency"] = gain / (num_episodes / 1000) if num_episodes else None
+        gains = stage_gains(matrix, own, origins)
+        found["stage_gain"] = mean(of for of_stage in gains for of in of_stage)
+        columns = column_metrics(matrix, own, origins)
+        found |= {name: mean(of.values()) for name, of in columns.items()}
+        is_whole = num_episodes and (origins is None or origins[-1] > 0)
+        found["learning_efficiency"] = gain / (num_episodes / 1000) if is_whole else None
     return {name: samples for name, samples in found.items() if samples is not None}
 
 
@@ -177,6 +194,7 @@ class Runs:
         self.runs = runs
         self.over_seeds = over_seeds
         self.threshold = threshold_of(runs)
+        self.is_separate = runs[0].get("curriculum", {}).get("curriculum") == "separate"
         self.evaluations = [points_of(run) for run in runs]
         self.tasks: dict[str, list[str]] = {}
         hashes = [of.get("made_of", {}) for of in runs]
@@ -229,9 +247,10 @@ class Matrix(NamedTuple):
     own: list[set[int]]  # for each stage, its trained columns, except those of replayed domains
     num_tasks: list[int]  # number of tasks in the mean of each column
     num_episodes: int  # number of training episodes, averaged over the runs
+    origins: list[int]  # see `column_metrics`
 
     def numbers(self) -> dict[str, Floats]:
-        return matrix_metrics(self.samples, self.own, self.num_episodes)
+        return matrix_metrics(self.samples, self.own, self.num_episodes, self.origins)
 
 
 def summary(results: Sequence[Results], over_seeds: bool = True) -> dict[str, Any]:
@@ -274,17 +293,17 @@ def summary(results: Sequence[Results], over_seeds: bool = True) -> dict[str, An
 
 
 def _of_columns(matrix: Matrix) -> dict[str, Any]:
-    names, _, samples, own, num_tasks, _ = matrix
+    names, _, samples, own, num_tasks, _, origins = matrix
     gain = zip(names, (samples[:, len(own)] - samples[:, 0]).T, strict=True)
     rows = np.moveaxis(samples, 0, -1)
     return {
         "names": names,
         "gain": {name: estimate(of) for name, of in gain if own},
         "matrix": [[*map(_cell, row, num_tasks)] for row in rows],
-        "effects": [[*map(estimate, row)] for row in np.diff(rows, axis=0)],
+        "effects": [[*map(estimate, rows[t] - rows[origins[t - 1]])] for t in range(1, len(rows))],
         **{
             metric: _estimates({names[c]: of for c, of in found.items()}, {})
-            for metric, found in column_metrics(samples, own).items()
+            for metric, found in column_metrics(samples, own, origins).items()
         },
     }
 
@@ -308,11 +327,12 @@ def _cell(samples: Floats | None, num_tasks: int) -> Number | None:
 
 def _of_stages(runs: Runs, matrix: Matrix) -> list[dict[str, Any]]:
     stages = []
-    gains = stage_gains(matrix.samples, matrix.own)
+    gains = stage_gains(matrix.samples, matrix.own, matrix.origins)
     for name, own, of_domains in zip(matrix.points[1:], matrix.own, gains, strict=True):
         episodes = runs.num_episodes([name])
-        gain = np.asarray(np.mean(of_domains, axis=0))
-        efficiency = estimate(gain / (episodes / 1000)) if episodes else None
+        gain = mean(of_domains)  # None: the stage merges experts
+        has_efficiency = gain is not None and episodes
+        efficiency = estimate(gain / (episodes / 1000)) if has_efficiency else None
         stage = {"name": name, "own": [matrix.names[c] for c in sorted(own)], "episodes": episodes}
         stages.append({**stage, "gain": estimate(gain), "efficiency": efficiency})
     return stages
@@ -332,6 +352,9 @@ def _matrix(runs: Runs, kind: str) -> Matrix:
             f"report: stage {unknown[0]} was evaluated but is not in the curriculum, whose "
             "settings were changed on a resume; there are no transfer numbers for such a run"
         )
+    if runs.is_separate:
+        own |= {name: [] for name in JOINING}
+    trained = [own[point] for point in points[1:]]
     columns = [(d, *column) for d in runs.tasks for column in _columns(runs, kind, d)]
     samples = np.zeros((RESAMPLES + 1, len(points), len(columns)))
     for c, (domain, _, totals, counts) in enumerate(columns):
@@ -340,10 +363,22 @@ def _matrix(runs: Runs, kind: str) -> Matrix:
         names=[name for _, name, _, _ in columns],
         points=points,
         samples=samples,
-        own=[{c for c, (d, *_) in enumerate(columns) if d in own[p]} for p in points[1:]],
+        own=[{c for c, (d, *_) in enumerate(columns) if d in of} for of in trained],
         num_tasks=[int((counts > 0).any((0, 1)).sum()) for *_, counts in columns],
         num_episodes=round(runs.num_episodes(points[1:])),
+        origins=_origins(trained) if runs.is_separate else [*range(len(points))],
     )
+
+
+def _origins(trained: Sequence[Collection[str]]) -> list[int]:
+    """Return the origins of experts and of what was made of them; see `column_metrics`.
+
+    `trained` has the domains of each stage, none of the last one. Only parts of rising difficulty
+    go on from the part before.
+    """
+    goes_on = [a == b for a, b in pairwise([[], *trained])]
+    is_joined = not trained or not trained[-1]
+    return [*(t * of for t, of in enumerate(goes_on)), len(trained) * is_joined]
 
 
 def _columns(runs: Runs, kind: str, domain: str) -> Iterator[tuple[str, Floats, Floats]]:
@@ -420,9 +455,10 @@ def threshold_of(runs: Sequence[Results]) -> float:
 
 def _areas(runs: Runs) -> tuple[dict[str, Floats], dict[str, int]]:
     """Return the area under each domain's curve of validations, and the number of its tasks."""
-    areas = {}
-    sizes = {}
-    validations = [{v["step"]: v["success"] for v in of.get("validations", [])} for of in runs.runs]
+    areas = dict[str, Floats]()
+    sizes = dict[str, int]()
+    kept = [] if runs.is_separate else runs.runs  # experts have no common curve
+    validations = [{v["step"]: v["success"] for v in of.get("validations", [])} for of in kept]
     for domain in dict.fromkeys(d for run in validations for of in run.values() for d in of):
         steps_of_runs = [{step for step, of in run.items() if domain in of} for run in validations]
         steps = sorted(set.intersection(*steps_of_runs))

@@ -142,7 +142,7 @@ def _plan(config: Config, parts: Parts) -> Iterator[str]:
     for stage in parts.stages if config.grpo.use_grpo else ():
         joined = " or " if stage.schedule else " + "
         groups = joined.join(f"{count} {domain}" for domain, count in stage.groups.items())
-        yield f"  {stage.name}: {stage.num_steps} steps of {groups} groups"
+        yield f"  {stage.name}: {stage.num_steps} steps" + f" of {groups} groups" * bool(groups)
     if config.run.push_to_hub and config.grpo.use_grpo:
         yield f"after training: upload to {config.run.hub_model_id} on the Hugging Face hub"
     yield (

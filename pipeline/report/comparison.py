@@ -31,7 +31,8 @@ MOST_CHARACTERS = 72  # of the settings that name a configuration
 OF_STAGES = (
     *("curriculum.order", "curriculum.stage_weights", "curriculum.stage_steps"),
     *("curriculum.stage_tasks", "curriculum.replay", "curriculum.preview"),
-    "curriculum.difficulties",
+    *("curriculum.difficulties", "curriculum.merge_method", "curriculum.merge_weight"),
+    "curriculum.merge_density",
 )
 
 

@@ -130,7 +130,7 @@ def say_start(opened: Opened, step: int, config: Config, stages: Sequence[Stage]
     if grpo.use_grpo:
         # A step uses a task once, so a stage with few tasks has fewer groups than `tasks_per_step`.
         sizes = {s.name: (min if s.schedule else sum)(s.groups.values()) for s in stages}
-        if short := {name: size for name, size in sizes.items() if size < wanted}:
+        if short := {name: size for name, size in sizes.items() if 0 < size < wanted}:
             notes.append(
                 f"tasks_per_step: {wanted}, but there are fewer tasks; groups per step: {short}"
             )

@@ -315,6 +315,26 @@ def test_a_wrong_command_line_is_refused_in_one_line(argv, words):
             ("order: got airline", "mixed", "take one"),
         ),
         (
+            ["--curriculum", "separate", "--domains", "retail"],
+            ("curriculum: got separate for retail alone", "more domains"),
+        ),
+        (
+            ["--curriculum", "separate", "--order", "airline,retail,airline"],
+            ("order: got airline,retail,airline with curriculum separate", "each domain once"),
+        ),
+        (
+            ["--curriculum", "separate", "--stage-steps", "{merge: 5}"],
+            ("stage_steps: got 'merge'", "name stages (airline, retail, telecom)"),
+        ),
+        (
+            ["--curriculum", "separate", "--use-peft"],
+            ("merge_method: got task_arithmetic with use_peft", "train all weights"),
+        ),
+        (
+            ["--curriculum", "separate", "--keep-best"],
+            ("keep_best: got true with curriculum separate", "take it out"),
+        ),
+        (
             ["--stage-steps", "{airline: 5}", "--stage-tasks", "{airline: 50}"],
             ("stage_tasks: got airline", "stage_steps", "give one"),
         ),
@@ -485,6 +505,20 @@ def test_the_correction_has_trls_names_and_defaults():
     assert line == "vllm_importance_sampling_clip_min: has no effect without sampler vllm"
     (line,) = without_effect(parse(["--vllm-memory", "0.5"]))
     assert line == "vllm_memory: has no effect without sampler vllm"
+
+
+def test_what_only_experts_or_only_a_sequence_use_is_told():
+    separate = ["--curriculum", "separate"]
+    density = ["--merge-density", "0.3"]
+    assert without_effect(parse([*separate, "--merge-method", "ties", *density])) == []
+    needs_ties = "merge_density: has no effect without curriculum separate and merge_method ties"
+    assert without_effect(parse([*separate, *density])) == [needs_ties]
+    assert without_effect(parse([*separate, "--replay", "0.1"])) == [
+        "replay: has no effect without curriculum sequential"
+    ]
+    assert without_effect(parse(["--merge-weight", "0.4"])) == [
+        "merge_weight: has no effect without curriculum separate"
+    ]
 
 
 def test_every_row_of_the_rules_is_of_a_setting_and_can_be_told():

@@ -90,6 +90,16 @@ STAGES = {  # settings, numbers of tasks, and of each stage: name, groups, numbe
             ("airline-2", {"retail": 12, "airline": 12}, 40),
         ],
     ),
+    "experts, and a last stage without steps that merges them": (
+        {"curriculum": "separate", "replay": 0.3, "stage_weights": {"retail": 2}},
+        PLENTY,
+        [
+            ("airline", {"airline": 24}, 30),
+            ("retail", {"retail": 24}, 60),
+            ("telecom", {"telecom": 24}, 30),
+            ("merge", {}, 0),
+        ],
+    ),
     "mixed by the weights of domains": (
         {"curriculum": "mixed", "domain_weights": {"telecom": 2}},
         PLENTY,
@@ -382,6 +392,18 @@ def test_a_plateau_is_so_many_values_no_better_than_the_best_before_them(
 def test_curricula_that_would_leave_something_out_are_refused(settings, message):
     with pytest.raises(UserError, match=message):
         make_stages(config(**settings), PLENTY)
+
+
+def test_an_expert_begins_anew_and_its_parts_of_rising_difficulty_go_on():
+    settings = {"curriculum": "separate", "difficulties": ["easy", "hard"], "max_steps": 8}
+    stages = make_stages(config(domains=["airline", "retail"], **settings), PLENTY)
+    assert {stage.name: stage.anew for stage in stages} == {
+        **{"airline-easy": False, "airline-hard": False},  # the first begins with what is there
+        **{"retail-easy": True, "retail-hard": False, "merge": True},
+    }
+    # The last validation of a stage is at the step at which the next stage begins.
+    last = {"stage": "airline-hard", "step": 4}
+    assert [stage.has(last) for stage in stages] == [True, True, False, False, False]
 
 
 def test_what_curriculum_json_holds():

@@ -247,6 +247,57 @@ def test_the_numbers_of_a_run():
     ]
 
 
+def separate_results():
+    """Experts of both domains from one start, and what was merged of them."""
+    found = results()
+    found["evaluations"].append(evaluation("merge", 10, airline=5, retail=7))
+    found["curriculum"]["stages"].append({"name": "merge", "own": []})
+    found["curriculum"]["curriculum"] = "separate"
+    return found
+
+
+def test_an_expert_is_compared_with_the_start_and_the_merged_model_with_each_expert():
+    found = summary([separate_results()])
+    assert {name: number[0] for name, number in found["metrics"].items()} == {
+        "average_accuracy": 0.75,
+        "total_gain": 0.5,
+        "stage_gain": pytest.approx((0.5 + 0.75) / 2),
+        "backward_transfer": pytest.approx(-0.125),  # of both: 6 -> 5 and 8 -> 7 of 8
+        "forgetting": pytest.approx(0.125),
+        "learning_efficiency": 0.25,
+    }  # no forward transfer and no area: no expert goes on from another one
+    domains = found["domains"]
+    assert [values(row) for row in domains["effects"]] == [
+        [0.5, 0.125],
+        [0.25, 0.75],
+        [0.375, 0.625],
+    ]
+    assert list(domains["backward_transfer"]) == ["airline", "retail"]
+    last = found["stages"][-1]
+    assert (last["name"], last["own"], last["gain"], last["efficiency"]) == (
+        "merge",
+        [],
+        None,
+        None,
+    )
+
+
+@pytest.mark.parametrize("num_experts", [1, 2])
+def test_experts_that_are_not_merged_yet_have_no_transfer(num_experts):
+    found = separate_results()
+    del found["evaluations"][2 + num_experts :]
+    names = {*summary([found])["metrics"]}
+    assert names == {"average_accuracy", "total_gain", "stage_gain"}
+
+
+def test_parts_of_rising_difficulty_of_an_expert_go_on_from_each_other():
+    found = separate_results()
+    found["evaluations"].insert(3, evaluation("airline-hard", 7, airline=7, retail=3))
+    found["curriculum"]["stages"].insert(1, {"name": "airline-hard", "own": ["airline"]})
+    gains = [stage["gain"] for stage in summary([found])["stages"]]
+    assert values(gains) == [0.5, 0.125, 0.75, None]
+
+
 def test_families_and_tools_have_matrices_of_their_own():
     found = summary([results(end=3)])
     families = found["families"]
