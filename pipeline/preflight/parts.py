@@ -7,6 +7,8 @@ from typing import Any
 
 from pipeline.checkpoints.run_folder import problem, resumable
 from pipeline.common.hub import check_upload
+from pipeline.common.layout import is_toy
+from pipeline.config.domain_names import EMBEDDED_DOMAINS
 from pipeline.config.settings import Config, ModelSettings
 from pipeline.data.curriculum import Stage
 from pipeline.data.tasks import Task
@@ -31,6 +33,9 @@ from pipeline.rollout.limits import (
 from pipeline.rollout.reward_checks import check_reward_functions
 from pipeline.rollout.rewards import RewardFunctions, callables_of, load_reward_functions
 from pipeline.training.demonstration_checks import check_demonstrations
+
+# For newcomers who play the default domains with a real model under limits of another one.
+FOR_PRETRAINED = "--config smollm2_three on a laptop, smollm2_three_domains_1gpu on a GPU"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,7 +119,13 @@ def prepare(config: Config, with_tiny_tokenizer: bool = False, clock: str | None
     notes += long_results(config.rollout, chat, tasks)
     prompts = measure_prompts(config.rollout, chat, domains, tasks)
     warnings += prompts.warnings
-    warnings += check_limits(config.rollout, [*low, *prompts.too_long], prompts.longest_of_all)
+    is_embedded = EMBEDDED_DOMAINS.keys() >= domains.keys() and not is_toy(config.model.model)
+    warnings += check_limits(
+        config.rollout,
+        [*low, *prompts.too_long],
+        prompts.longest_of_all,
+        FOR_PRETRAINED if is_embedded else "",
+    )
     return Parts(
         domains=domains,
         demonstrations=demonstrations,

@@ -107,12 +107,15 @@ def long_results(
 
 
 def check_limits(
-    limits: RolloutSettings, needs: Sequence[TooLarge], prompts: Mapping[str, int]
+    limits: RolloutSettings,
+    needs: Sequence[TooLarge],
+    prompts: Mapping[str, int],
+    recipes: str = "",
 ) -> list[str]:
     """Return warnings about limits that are too low. Raises UserError if something is refused.
 
     The error and the last warning end with the flags that make room for all of it. `prompts` has
-    the tokens of each domain's longest prompt.
+    the tokens of each domain's longest prompt. The error also names `recipes` that fit.
     """
     lines = list[str]()
     values = dict[str, int]()
@@ -129,6 +132,7 @@ def check_limits(
         values["max_tokens"] = episode
     flags = " ".join(f"{flag('rollout', name)} {value}" for name, value in sorted(values.items()))
     if any(low.is_refused for low in needs):
-        raise UserError(f"limits are too low: {'; '.join(lines)}; give {flags}")
+        others = f", or take a recipe that fits: {recipes}" * bool(recipes)
+        raise UserError(f"limits are too low: {'; '.join(lines)}; give {flags}{others}")
     lines[-1] += f"; give {flags}"
     return lines
