@@ -330,7 +330,7 @@ class GRPOSettings(Section):
     """GRPO"""
 
     use_grpo: bool = field(True, "train with GRPO; --no-grpo: evaluate only")
-    max_steps: NonNegativeInt = field(120, "steps of all stages together")
+    max_steps: NonNegativeInt = field(120, "steps of all stages; 0: none, the warm start alone")
     learning_rate: PositiveFloat | None = field(None, "peak; null: what suits the model")
     stage_lr_decay: Literal["linear", "cosine", "constant"] = field("linear", "after warm-up")
     min_lr_rate: Share = field(0.1, "share of the peak rate at a stage's end")

@@ -14,7 +14,7 @@ from pipeline.models.memory import GIB, Memory
 from pipeline.models.tiny import CHAT_TEMPLATE, tiny_model, tiny_tokenizer
 from pipeline.preflight import check
 from pipeline.preflight.check import check_and_prepare
-from pipeline.preflight.parts import prepare
+from pipeline.preflight.parts import FOR_PRETRAINED, prepare
 from tests.support import ROOT
 from tests.support.helpers import ALONE, tokenizer
 from tests.support.messages import refusal, says
@@ -128,6 +128,17 @@ def test_a_check_refuses_ranks_for_which_too_little_memory_is_free(monkeypatch):
     monkeypatch.setattr(check, "main_memory", lambda: (24 * GIB, GIB))
     message = refusal(check.main, config(run={"num_gpus": 2}))
     says(message, "--num-gpus: got 2 ranks on CPU", "1.2 GiB", "1.0 GiB are", "--num-gpus 1")
+
+
+def test_limits_that_are_too_low_for_a_real_model_name_recipes_for_one():
+    few = {"rollout": {"max_tokens": 20}, "warm_start": {"steps": 0}}
+    real, tiny = (
+        refusal(prepare, config(**few, model={"model": model}), with_tiny_tokenizer=True)
+        for model in ("Qwen/Qwen3-4B", "tiny")
+    )
+    assert real == f"{tiny}, or take a recipe that fits: {FOR_PRETRAINED}"
+    for name in re.findall(r"smollm2_\w+", FOR_PRETRAINED):
+        assert load_recipe(name).recipe == name
 
 
 def test_an_unknown_hub_model_is_refused():
