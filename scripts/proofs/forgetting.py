@@ -247,7 +247,8 @@ class Study:
                 drifts.append(drift(reader, before, after, sorted(known), self.num_episodes))
         measured: dict[str, Any] = {"kl": drifts}
         if "three_desks" in reader.domains[self.domains[0]].module:
-            measured["answers"] = answers_by_desk(reader, points[-1], self.domains)
+            last = points[-1].transcripts
+            measured["answers"] = answers_by_desk(reader.config, reader.domains, last)
         target.write_text(json.dumps(measured), encoding="utf-8")
         for parent in dict.fromkeys(parents):
             shutil.rmtree(parent)

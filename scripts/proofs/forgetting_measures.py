@@ -17,11 +17,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from examples import three_desks
 from pipeline.checkpoints.run_folder import RUN_SETTINGS
 from pipeline.config.cli import parse
 from pipeline.config.settings import Config
 from pipeline.data.rng import stream_key
-from pipeline.environments.domains import Domain, load_domains
+from pipeline.environments.domains import Domain, generated, load_domains
 from pipeline.models.chat.template import Chat, load_chat
 from pipeline.models.loading import load_folder, load_tokenizer
 from pipeline.report.run_files import episodes_in
@@ -126,30 +127,22 @@ def drift(reader: Reader, before: Point, after: Point, domains: Sequence[str], c
     return found
 
 
-def answers_by_desk(reader: Reader, point: Point, domains: Sequence[str]) -> dict[str, Any]:
-    """Count the answers of each domain by whose rules they follow (`three_desks.followed`)."""
-    from examples import three_desks
-    from pipeline.environments.task_sets import generated
-
-    found = dict[str, Any]()
-    data = reader.config.data
-    for domain in domains:
-        tasks = generated(
-            reader.config,
-            reader.domains[domain],
-            data.eval_tasks_per_domain,
-            data.eval_split,
-        )
+def answers_by_desk(
+    config: Config, domains: Mapping[str, Domain], transcripts: Path
+) -> dict[str, dict[str, int]]:
+    """Count the answers of each desk by whose rules they follow (`three_desks.followed`)."""
+    data = config.data
+    lines = [*chain.from_iterable(map(episodes_in, sorted(transcripts.glob("step-*.jsonl.gz"))))]
+    found = dict[str, dict[str, int]]()
+    for name, domain in domains.items():
+        tasks = generated(config, domain, data.eval_tasks_per_domain, data.eval_split)
         by_id = {task.id: task for task in tasks}
-        lines = chain.from_iterable(
-            map(episodes_in, sorted(point.transcripts.glob("step-*.jsonl.gz")))
-        )
+        of_domain = (line for line in lines if line["domain"] == name)
         decisions = (
             (by_id[line["task_id"]], three_desks.decision_of(line["messages"]))
-            for line in lines
-            if line["domain"] == domain
+            for line in of_domain
         )
-        found[domain] = dict(three_desks.followed(decisions))
+        found[name] = dict(three_desks.followed(decisions))
     return found
 
 

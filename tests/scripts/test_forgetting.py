@@ -1,5 +1,7 @@
 """The proof of forgetting: its rows are settings, and its measures have their closed forms."""
 
+import gzip
+import json
 import math
 from pathlib import Path
 
@@ -7,10 +9,13 @@ import numpy as np
 import pytest
 import torch
 
+from examples import three_desks
 from pipeline.config.cli import flags_of, parse
+from pipeline.environments.domains import generated, load_domains
 from pipeline.models.tiny import tiny_model
 from scripts.proofs import forgetting
 from scripts.proofs.forgetting_measures import (
+    answers_by_desk,
     by_answer,
     correlations,
     dots_of,
@@ -91,6 +96,23 @@ def test_answers_count_as_right_by_the_last_domain_by_the_other_or_none():
     kinds = [{forgetting.kind_of(k, ["phone"]): n for k, n in of.items()} for of in counts]
     assert by_answer(kinds) == {"right": 0.7, "last": 0.2, "other": 0.1}
     assert forgetting.kind_of("shop", ["flights", "shop", "phone"]) == "other"
+
+
+def test_answers_of_desks_that_hide_their_rules_are_counted_by_whose_rules_they_follow(tmp_path):
+    desks = "{shop: examples.three_desks:shop_hidden, phone: examples.three_desks:phone_hidden}"
+    flags = ["--domains", "shop,phone", "--environments", desks, "--eval-tasks-per-domain", "3"]
+    config = parse(flags)
+    domains = load_domains(config)
+    tasks = generated(config, domains["shop"], 3, "test")
+    with gzip.open(tmp_path / "step-000001.rank-0.jsonl.gz", "wt") as file:
+        for task, desk in zip(tasks, ("shop", "phone", ""), strict=True):
+            tier = task.branch
+            name = three_desks.HIDDEN[desk][tier] if desk else "get_record"
+            said = {"role": "assistant", "tool_calls": [{"function": {"name": name}}]}
+            line = {"domain": "shop", "task_id": task.id, "trial": 0, "messages": [said]}
+            file.write(json.dumps(line) + "\n")
+    found = answers_by_desk(config, domains, tmp_path)
+    assert found == {"shop": {"right": 1, "phone": 1, "none": 1}, "phone": {}}
 
 
 def test_runs_of_one_domain_after_the_other_are_reported_as_stages_of_one_run(tmp_path):
