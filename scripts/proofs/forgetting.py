@@ -63,6 +63,8 @@ ROWS: dict[str, dict[str, Any]] = {
     MIXED: sweep.MIXED,
     "replay": {"replay": 0.3},
     "kl_new": {"beta": 0.05, "reference_per_stage": "true"},
+    "task_arithmetic": {"curriculum": "separate", "merge_method": "task_arithmetic"},
+    "ties": {"curriculum": "separate", "merge_method": "ties"},
     RFT: {"max_steps": 0, "rft_rounds": RFT_ROUNDS},
     RELEARN: {},
 }
@@ -72,6 +74,8 @@ WORDS = {
     MIXED: "mixed",
     "replay": "replay 0.3",
     "kl_new": "KL on the new prompts (beta 0.05)",
+    "task_arithmetic": "experts, merged by task arithmetic",
+    "ties": "experts, merged by TIES",
     RFT: "supervised on own successes (RFT)",
     RELEARN: "the first domain once more",
 }
