@@ -1,12 +1,17 @@
 """Sweeps: a grid becomes runs, runs share a warm start, and what is finished is not run again."""
 
 import json
+import subprocess
+from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import yaml
 
 from pipeline.commands import sweep
 from pipeline.commands.main import main
+from scripts.proofs.runs import without_report
+from tests.support.launcher import WarmLauncher
 
 pytestmark = pytest.mark.whole_run
 
@@ -62,7 +67,10 @@ def test_what_would_run_something_else_is_refused(words, message, capsys, monkey
 
 @pytest.fixture
 def run_sweep(tmp_path, monkeypatch, capsys):
-    """The command in this process, its runs in processes of their own."""
+    """The command in this process, its runs in processes of their own, without reports."""
+    warm = partial(WarmLauncher, end=without_report)
+    started = SimpleNamespace(Popen=warm, STDOUT=subprocess.STDOUT)
+    monkeypatch.setattr(sweep, "subprocess", started)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sweep.signal, "signal", lambda *_: None)
     monkeypatch.setattr("pipeline.report.plots.pictures.OF_RUN", {})

@@ -24,13 +24,13 @@ from accelerate.commands.config.config_args import load_config_from_file
 from pipeline import run
 from pipeline.distributed import launch, main_memory
 from pipeline.distributed.launch import RankLayout, layout_of_ranks
-from scripts.proofs.ranks import FORKSERVER, free_port
+from scripts.proofs.ranks import free_port
 from tests.support import ROOT
+from tests.support.launcher import RUN, WarmLauncher
 from tests.support.messages import refusal, says
 
 pytestmark = pytest.mark.whole_run
 
-RUN = str(ROOT / "pipeline" / "run.py")
 CONFIGS = ROOT / "accelerate_configs"
 GIB = 1 << 30
 
@@ -99,37 +99,6 @@ def environment(tmp_path, monkeypatch, no_stray_processes):
 
 def start(*command: str) -> subprocess.CompletedProcess:
     return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-
-
-class WarmLauncher:
-    """In place of `subprocess.Popen([python, "pipeline/run.py", ...])`, in a process that has
-    imported what the launcher needs.
-    """
-
-    def __init__(self, command, env=None, ignored=(), default=()) -> None:
-        assert command[:2] == [sys.executable, RUN]
-        place = (command[2:], dict(os.environ if env is None else env), os.getcwd())
-        self.process = FORKSERVER.Process(target=_launch, args=(*place, ignored, default))
-        self.process.start()
-
-    def wait(self) -> None:
-        self.process.join(120)
-        self.returncode = self.process.exitcode
-        self.stdout, self.stderr = (Path(name).read_text() for name in ("stdout", "stderr"))
-
-
-def _launch(argv, environment, folder, ignored, default) -> None:
-    os.environ.clear()
-    os.environ.update(environment)
-    os.chdir(folder)
-    for number, name in ((1, "stdout"), (2, "stderr")):
-        os.dup2(os.open(name, os.O_WRONLY | os.O_APPEND | os.O_CREAT), number)
-    for number in ignored:
-        signal.signal(number, signal.SIG_IGN)
-    for number in default:  # tests in the background of a shell ignore SIGINT
-        is_interrupt = number == signal.SIGINT
-        signal.signal(number, signal.default_int_handler if is_interrupt else signal.SIG_DFL)
-    run.leave(run.main(argv))
 
 
 def start_warm(*flags: str) -> WarmLauncher:

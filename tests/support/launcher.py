@@ -1,0 +1,54 @@
+"""`pipeline/run.py` in a process that has imported what it needs, which else takes seconds."""
+
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+from pipeline import run
+from scripts.proofs.ranks import FORKSERVER
+from tests.support import ROOT
+
+RUN = str(ROOT / "pipeline" / "run.py")
+
+
+class WarmLauncher:
+    """In place of `subprocess.Popen([python, "pipeline/run.py", ...])`; `hooks` are the run's.
+
+    What it says goes to a file if one is given, or else to `stdout` and `stderr` in this folder.
+    """
+
+    def __init__(
+        self, command, env=None, *, ignored=(), default=(), stdout=None, stderr=None, **hooks: Any
+    ) -> None:
+        assert command[:2] == [sys.executable, RUN]
+        place = (command[2:], dict(os.environ if env is None else env), os.getcwd())
+        self.said = [os.path.abspath(stdout.name)] * 2 if stdout else ["stdout", "stderr"]
+        self.process = FORKSERVER.Process(
+            target=_launch, args=(*place, self.said, ignored, default, hooks)
+        )
+        self.process.start()
+
+    def wait(self) -> int | None:
+        self.process.join(120)
+        self.returncode = self.process.exitcode
+        self.stdout, self.stderr = (Path(name).read_text() for name in self.said)
+        return self.returncode
+
+    def terminate(self) -> None:
+        self.process.terminate()
+
+
+def _launch(argv, environment, folder, said, ignored, default, hooks) -> None:
+    os.environ.clear()
+    os.environ.update(environment)
+    os.chdir(folder)
+    for number, name in enumerate(said, 1):
+        os.dup2(os.open(name, os.O_WRONLY | os.O_APPEND | os.O_CREAT), number)
+    for number in ignored:
+        signal.signal(number, signal.SIG_IGN)
+    for number in default:  # tests in the background of a shell ignore SIGINT
+        is_interrupt = number == signal.SIGINT
+        signal.signal(number, signal.default_int_handler if is_interrupt else signal.SIG_DFL)
+    run.leave(run.main(argv, **hooks))
