@@ -5,13 +5,14 @@ import signal
 import subprocess
 import sys
 import time
-from contextlib import suppress
+from contextlib import chdir, suppress
 from pathlib import Path
 
 import psutil
 import pytest
 
 from tests.support import ROOT
+from tests.support.launcher import warm_ranks
 from tests.support.messages import says
 
 ROWS = "".join(f'{{"prompt": "{n} + 1 =", "answer": "{n + 1}"}}\n' for n in range(12))
@@ -21,6 +22,7 @@ FLAGS = [
     *("--num-generations", "2", "--max-tokens-per-turn", "4", "--eval-trials", "1"),
     *("--eval-tasks-per-domain", "2", "--validation-steps", "0", "--report-to", "none"),
     *("--num-gpus", "2", "--output-dir", "out", "--timeout", "30", "--call-timeout", "20"),
+    *("--no-eval-on-start", "--no-eval-greedy"),
 ]
 MODULE = """
 import multiprocessing, os, signal, subprocess, sys, time
@@ -86,15 +88,19 @@ def graded(completions, answer, **_):
 """
 
 
-def start(folder: Path, grader: str) -> "subprocess.Popen[str]":
+def write(folder: Path, grader: str) -> None:
     (folder / "sums.jsonl").write_text(ROWS)
     (folder / "forks.py").write_text(MODULE + grader)
+
+
+def start(folder: Path, grader: str) -> "subprocess.Popen[str]":
+    write(folder, grader)
     environ = {"PYTHONPATH": f"{folder}:{ROOT}", "ACCELERATE_USE_CPU": "true"}
     command = [sys.executable, "-m", "pipeline", "train", *FLAGS]
     return subprocess.Popen(
         command,
         cwd=folder,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "MARK": str(folder), **environ},
+        env={**os.environ, "OMP_NUM_THREADS": "1", **environ},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -102,11 +108,11 @@ def start(folder: Path, grader: str) -> "subprocess.Popen[str]":
 
 
 def left(folder: Path) -> list[psutil.Process]:
-    """The processes that a run has started, which all have its mark."""
+    """The processes that a run has started, which all work in its folder."""
     found = []
     for process in psutil.process_iter():
         with suppress(psutil.Error):
-            if process.environ().get("MARK") == str(folder) and process.status() != "zombie":
+            if process.cwd() == str(folder) and process.status() != "zombie":
                 found.append(process)
     return found
 
@@ -124,6 +130,7 @@ def clean(tmp_path):
         process.kill()
 
 
+@pytest.mark.proof
 def test_a_run_ends_as_if_its_code_did_not_fork(tmp_path):
     run = start(tmp_path, FORKS)
     said, _ = run.communicate(timeout=120)
@@ -132,15 +139,26 @@ def test_a_run_ends_as_if_its_code_did_not_fork(tmp_path):
     assert "evaluation after sums: " in said
 
 
+def test_ranks_that_are_launched_end_as_if_their_code_did_not_fork(tmp_path):
+    write(tmp_path, FORKS)
+    with chdir(tmp_path):
+        started = warm_ranks(2, *FLAGS)
+    codes = [rank.wait() for rank in started]
+    said = started[0].stdout + started[0].stderr
+    assert (codes, none_is_left(tmp_path)) == ([0, 0], True), said
+    assert "good order" not in said
+    assert "evaluation after sums: " in said
+
+
 def test_children_of_a_rank_that_fails_or_is_killed_end_with_it(tmp_path):
-    run = start(tmp_path, FORKS_AND_WAITS)
-    for line in run.stdout:
-        if "forked" in line:
-            break
-    time.sleep(1)
-    ranks = [process for process in left(tmp_path) if "RANK" in process.environ()]
-    parents = {process.ppid() for process in ranks} & {process.pid for process in ranks}
-    os.kill(min(parents), signal.SIGKILL)
-    said, _ = run.communicate(timeout=120)
-    assert (run.returncode, none_is_left(tmp_path)) == (1, True), said
-    says(said, "exited or was killed")
+    write(tmp_path, FORKS_AND_WAITS)
+    with chdir(tmp_path):
+        started = warm_ranks(2, *FLAGS)
+    said = tmp_path / "stdout"
+    while not said.is_file() or said.read_text().count("forked") < 2:
+        assert all(rank.process.is_alive() for rank in started)
+        time.sleep(0.05)
+    os.kill(started[1].process.pid, signal.SIGKILL)
+    codes = [rank.wait() for rank in started]
+    assert (codes, none_is_left(tmp_path)) == ([1, -9], True), started[0].stderr
+    says(started[0].stderr, "exited or was killed")

@@ -1,16 +1,29 @@
 """`pipeline/run.py` in a process that has imported what it needs, which else takes seconds."""
 
+import atexit
 import os
 import signal
 import sys
+from multiprocessing import util
 from pathlib import Path
 from typing import Any
 
 from pipeline import run
-from scripts.proofs.ranks import FORKSERVER
+from scripts.proofs.ranks import FORKSERVER, free_port
 from tests.support import ROOT
 
 RUN = str(ROOT / "pipeline" / "run.py")
+
+
+def warm_ranks(num_ranks: int, *flags: str) -> "list[WarmLauncher]":
+    """Ranks in this folder as another launcher starts them."""
+    place = {"WORLD_SIZE": str(num_ranks), "LOCAL_WORLD_SIZE": str(num_ranks)}
+    place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    place |= {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
+    return [
+        WarmLauncher([sys.executable, RUN, *flags], {**os.environ, **place, **own})
+        for own in ({"RANK": str(n), "LOCAL_RANK": str(n)} for n in range(num_ranks))
+    ]
 
 
 class WarmLauncher:
@@ -24,7 +37,8 @@ class WarmLauncher:
     ) -> None:
         assert command[:2] == [sys.executable, RUN]
         place = (command[2:], dict(os.environ if env is None else env), os.getcwd())
-        self.said = [os.path.abspath(stdout.name)] * 2 if stdout else ["stdout", "stderr"]
+        names = [stdout.name] * 2 if stdout else ["stdout", "stderr"]
+        self.said = [os.path.abspath(name) for name in names]
         self.process = FORKSERVER.Process(
             target=_launch, args=(*place, self.said, ignored, default, hooks)
         )
@@ -51,4 +65,11 @@ def _launch(argv, environment, folder, said, ignored, default, hooks) -> None:
     for number in default:  # tests in the background of a shell ignore SIGINT
         is_interrupt = number == signal.SIGINT
         signal.signal(number, signal.default_int_handler if is_interrupt else signal.SIG_DFL)
-    run.leave(run.main(argv, **hooks))
+    # At the exit of a process that was not forked, what multiprocessing has registered comes first.
+    atexit.unregister(util._exit_function)
+    atexit.register(run._end_children)
+    atexit.register(util._exit_function)
+    try:
+        run.leave(run.main(argv, **hooks))
+    finally:
+        atexit._run_exitfuncs()
