@@ -142,7 +142,7 @@ def test_a_run_ends_as_if_its_code_did_not_fork(tmp_path):
 def test_ranks_that_are_launched_end_as_if_their_code_did_not_fork(tmp_path):
     write(tmp_path, FORKS)
     with chdir(tmp_path):
-        started = warm_ranks(2, *FLAGS)
+        started = warm_ranks(2, FLAGS)
     codes = [rank.wait() for rank in started]
     said = started[0].stdout + started[0].stderr
     assert (codes, none_is_left(tmp_path)) == ([0, 0], True), said
@@ -153,7 +153,7 @@ def test_ranks_that_are_launched_end_as_if_their_code_did_not_fork(tmp_path):
 def test_children_of_a_rank_that_fails_or_is_killed_end_with_it(tmp_path):
     write(tmp_path, FORKS_AND_WAITS)
     with chdir(tmp_path):
-        started = warm_ranks(2, *FLAGS)
+        started = warm_ranks(2, FLAGS)
     said = tmp_path / "stdout"
     while not said.is_file() or said.read_text().count("forked") < 2:
         assert all(rank.process.is_alive() for rank in started)

@@ -23,7 +23,7 @@ OWN = {"bank_http": "bank", "library_desk": "library", "trl_environment": "ticke
 @pytest.mark.parametrize(
     ("examples", "ranks"),
     [
-        ([EXAMPLES[0]], "2"),
+        ([EXAMPLES[0]], "1"),
         pytest.param([*EXAMPLES[1:]], "1", marks=pytest.mark.proof),  # checked below
     ],
     ids=["service", "others"],

@@ -39,7 +39,8 @@ def test_a_run_whose_rank_is_killed_ends_after_a_resume_as_if_undisturbed(
     shared_run: SharedRun, tmp_path: Path
 ) -> None:
     shutil.copytree(shared_run.folder, tmp_path / "out")
-    again = ["--output-dir", "out", "--report-to", "none", "--resume-from-checkpoint"]
+    again = ["--output-dir", "out", "--report-to", "none", "--no-watch", "--profile", "none"]
+    again.append("--resume-from-checkpoint")
     argv = [*again, "warm-start", "--num-gpus", "2"]
     dying = partial(open_run, on_batch=die)
     said = play_ranks(warm._main, 2, argv, tmp_path, "", dying, False)

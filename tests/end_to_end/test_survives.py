@@ -4,13 +4,16 @@ import shutil
 import subprocess
 import sys
 import time
+from contextlib import chdir
 from pathlib import Path
 
 import psutil
 import pytest
 
+from scripts.proofs.runs import without_report
 from tests.support import ROOT
 from tests.support.installed import environment
+from tests.support.launcher import warm_ranks
 from tests.support.warm import assert_same, jsonl, metrics, play, results, wait_for
 
 pytestmark = pytest.mark.usefixtures("no_stray_processes")
@@ -88,6 +91,28 @@ def test_sigterm_in_the_warm_start_and_later_leaves_no_trace_in_what_auto_ends(
     assert_undisturbed(tmp_path / "out", undisturbed)
 
 
+def test_ranks_that_a_launcher_starts_again_go_on_in_their_folder(
+    undisturbed: Path, tmp_path: Path
+) -> None:
+    """Without a person and without an output folder."""
+    for again in ("0", "1"):
+        told = {"TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_RESTART_COUNT": again}
+        with chdir(tmp_path):
+            ranks = warm_ranks(2, FLAGS, told, end=without_report)
+        if again == "0":
+            while not (found := list(tmp_path.glob("runs/*"))):
+                assert ranks[0].process.is_alive()
+                time.sleep(0.05)
+            wait_for(found[0], '"kind": "train", "stage": "airline", "step": 2')
+            ranks[1].process.kill()
+            assert [rank.wait() for rank in ranks] == [1, -9], ranks[0].stderr
+    assert [rank.wait() for rank in ranks] == [0, 0], ranks[0].stderr
+    assert "resuming from step-00000" in ranks[0].stdout
+    assert list(tmp_path.glob("runs/*")) == found
+    assert_undisturbed(found[0], undisturbed)
+
+
+@pytest.mark.proof
 def test_a_launcher_restarts_a_run_whose_rank_was_killed(undisturbed: Path, tmp_path: Path) -> None:
     """Without a person and without an output folder."""
     log = tmp_path / "log"

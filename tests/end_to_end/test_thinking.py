@@ -55,7 +55,7 @@ LATEST = (
 )
 FLAGS = [
     *("--domains", "desk", "--environments", "{desk: my_desk:Desk}", "--chat-template", "my.jinja"),
-    *("--tasks", "{desk: tasks.jsonl}", "--warm-start-steps", "0", "--max-steps", "3"),
+    *("--tasks", "{desk: tasks.jsonl}", "--warm-start-steps", "0", "--max-steps", "2"),
     *("--tasks-per-step", "2", "--num-generations", "3", "--eval-tasks-per-domain", "2"),
     *("--eval-trials", "1", "--validation-steps", "0", "--max-tokens-per-turn", "8"),
     *("--no-drop-zero-std-groups", "--report-to", "none", "--deterministic"),
@@ -90,7 +90,7 @@ def in_folder(folder: Path, *flags: str, **options: Any) -> Sequence[dict[str, A
 
 def test_ranks_and_a_resumed_run_train_the_same_sequences(tmp_path: Path) -> None:
     one = in_folder(tmp_path / "one", num_ranks=1)
-    assert len(one) > 3 * 2 * 3  # three steps, and two evaluations
+    assert len(one) > 2 * 2 * 3  # two steps, and two evaluations
     for row in one:
         assert row["new_sequences"] == {"thoughts": 2} and row["num_turns"] == 3
         roles = [message["role"] for message in row["messages"]]
@@ -98,7 +98,7 @@ def test_ranks_and_a_resumed_run_train_the_same_sequences(tmp_path: Path) -> Non
         assert len(row["ids"]) == 3 and row["num_sampled_tokens"] == sum(map(len, row["ids"]))
         assert all("reasoning_content" in message for message in row["messages"][1::2])
         assert len({tuple(ids) for ids in row["ids"]}) == 3  # no draw is used twice
-    assert [line["train/grad_norm"] > 0 for line in metrics(tmp_path / "one" / "out")] == [True] * 3
+    assert [line["train/grad_norm"] > 0 for line in metrics(tmp_path / "one" / "out")] == [True] * 2
     in_folder(tmp_path / "two", num_ranks=2)
     assert_same(tmp_path / "two" / "out", tmp_path / "one" / "out")
     in_folder(tmp_path / "killed", num_ranks=2, code=75, sigterm_at='"step": 1')

@@ -139,7 +139,7 @@ def test_the_cache_has_the_bytes_of_the_table_and_tokens_wait_for_nothing(guard,
     ("family", "use_peft", "options", "inside"),
     [
         ("SmolLM2-135M", False, {}, 1460),
-        ("Qwen3-0.6B", False, {}, 1510),
+        pytest.param("Qwen3-0.6B", False, {}, 1510, marks=pytest.mark.proof),
         ("Qwen2", True, {"top_k": 5, "top_p": 0.9}, 400),
         ("GPT-2", True, {}, 400),
         *(

@@ -15,13 +15,17 @@ from tests.support import ROOT
 RUN = str(ROOT / "pipeline" / "run.py")
 
 
-def warm_ranks(num_ranks: int, *flags: str) -> "list[WarmLauncher]":
-    """Ranks in this folder as another launcher starts them."""
+def warm_ranks(
+    num_ranks: int, flags: list[str], told: dict[str, str] | None = None, **hooks: Any
+) -> "list[WarmLauncher]":
+    """Ranks in this folder as another launcher starts them, which has `told` them more."""
     place = {"WORLD_SIZE": str(num_ranks), "LOCAL_WORLD_SIZE": str(num_ranks)}
     place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     place |= {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
     return [
-        WarmLauncher([sys.executable, RUN, *flags], {**os.environ, **place, **own})
+        WarmLauncher(
+            [sys.executable, RUN, *flags], os.environ | place | own | (told or {}), **hooks
+        )
         for own in ({"RANK": str(n), "LOCAL_RANK": str(n)} for n in range(num_ranks))
     ]
 
