@@ -94,6 +94,10 @@ COLUMNS = {
     "forward_transfer": "forward transfer",
     "forgetting": "forgetting",
 }
+LEARNED = {
+    "learn": "steps to learn the first domain",
+    "relearn": "steps to learn it again, after the others",
+}
 TESTED = ("backward_transfer", "forward_transfer")  # metrics that are tested against zero
 
 
@@ -106,6 +110,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--output-dir", type=Path, help="missing: runs/forgetting-<tiny or real>")
     parser.add_argument("--raw", type=Path, help="add the results of all runs to this JSON file")
     parser.add_argument("--figure", type=Path, help="draw what is in the file --raw")
+    parser.add_argument("--page", type=Path, help="put the tables into this Markdown page")
     parser.add_argument("--only-report", action="store_true", help="of the finished runs; run none")
     parser.add_argument("--quick", action="store_true", help="a few steps: does it work?")
     parser.add_argument("passed_on", nargs="*", help="after --: flags of every run")
@@ -123,10 +128,13 @@ def main(argv: list[str]) -> int:
         if not options.only_report and not study.make(options.rows, options.seeds):
             return 1
         found = study.found(options.rows, options.seeds)
+        text = report(found)
+        if options.page:
+            put_in(options.page, kind, text)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    report(found)
+    print(text)
     figures = {
         f"{name}: {metric}": value[0] or 0.0
         for name, of in found.items()
@@ -273,26 +281,32 @@ class Study:
         return chained({d: results_of(folder / d) for d in self.num_steps()}, before)
 
     def found(self, rows: Sequence[str], seeds: Sequence[int]) -> dict[str, Runs]:
-        """Return all that is known of each run, by row; rows that lack a seed are left out."""
+        """Return all that is known of the finished runs, by row. Raises UserError without any."""
         found = dict[str, Runs]()
         for row in rows:
-            names = [f"{row}-seed-{seed}" for seed in seeds]
-            if not all((self.folder / f"{name}.measured.json").is_file() for name in names):
-                print(f"{row}: has not been run with all seeds")
-                continue
-            found[row] = []
-            for seed, name in zip(seeds, names, strict=True):
-                measured = read_json(self.folder / f"{name}.measured.json")
-                results = self.results(row, seed)
-                run = {"seed": seed, "results": results, "cpu_s": self.cost(name)}
-                run |= {"answers": measured.get("answers", {})}
-                if self.is_chain(row):
-                    owns = [stage["own"] for stage in results["curriculum"]["stages"]]
-                    run["dots"] = dots_of(owns, measured["kl"], matrix_of(results))
-                if row == RELEARN:
-                    run["relearn"] = self.relearned(name)
-                found[row].append(run)
+            runs = [self.run_of(row, seed) for seed in seeds if self.is_measured(row, seed)]
+            if missing := len(seeds) - len(runs):
+                print(f"note: {row}: {missing} of {len(seeds)} seeds have not been run")
+            found |= {row: runs} if runs else {}
+        if not found:
+            raise UserError(f"--only-report: {self.folder} holds no finished run; leave it out")
         return found
+
+    def is_measured(self, row: str, seed: int) -> bool:
+        return (self.folder / f"{row}-seed-{seed}.measured.json").is_file()
+
+    def run_of(self, row: str, seed: int) -> dict[str, Any]:
+        name = f"{row}-seed-{seed}"
+        measured = read_json(self.folder / f"{name}.measured.json")
+        results = self.results(row, seed)
+        run = {"seed": seed, "results": results, "cpu_s": self.cost(name)}
+        run |= {"answers": measured.get("answers", {})}
+        if self.is_chain(row):
+            owns = [stage["own"] for stage in results["curriculum"]["stages"]]
+            run["dots"] = dots_of(owns, measured["kl"], matrix_of(results))
+        if row == RELEARN:
+            run["relearn"] = self.relearned(name)
+        return run
 
     def cost(self, name: str) -> float:
         parts = [self.folder / f"{name}.cost.json", *(self.folder / name).glob("*.cost.json")]
@@ -349,28 +363,45 @@ def matrix_of(results: Mapping[str, Any]) -> list[list[float]]:
 # The report
 
 
-def report(found: Mapping[str, Runs]) -> None:
-    """Print tables of all rows: transfer, differences, movement, answers, cost."""
-    runs = {name: [run["results"] for run in of] for name, of in found.items()}
-    print(table(runs), end="\n\n")
-    if SEQUENCE in runs:
-        print(remedies({n: of for n, of in runs.items() if n != RELEARN}), end="\n\n")
-    print(costs(found), end="\n\n")
+def report(found: Mapping[str, Runs]) -> str:
+    """Return tables of all rows: transfer, differences, cost, movement, answers, correlations."""
+    parts = [table(found)]
+    if SEQUENCE in found:
+        parts.append(remedies({name: of for name, of in found.items() if name != RELEARN}))
+    parts.append(costs(found))
     if any(run["answers"] for of in found.values() for run in of):
-        print(answers(found), end="\n\n")
+        parts.append(answers(found))
     dots = [run["dots"] for of in found.values() for run in of if "dots" in run]
     if len(dots) > 2:
-        for name, (value, low, high) in correlations(dots).items():
-            print(f"{name}: {value:+.2f} ({low:+.2f} to {high:+.2f})")
-        print(f"of {sum(map(len, dots))} later stages of {len(dots)} runs")
-    for run in found.get(RELEARN, ()):
-        learn, again = run["relearn"]["learn"], run["relearn"]["relearn"]
-        print(f"seed {run['seed']}: {learn} steps to learn the first domain, {again} once more")
+        rows = [
+            [key, f"{value:+.2f} ({low:+.2f} to {high:+.2f})"]
+            for key, (value, low, high) in correlations(dots).items()
+        ]
+        what = f"of {sum(map(len, dots))} later stages of {len(dots)} runs"
+        parts.append(markdown([f"correlation with points forgotten, {what}", "value"], rows))
+    if RELEARN in found:
+        rows = [
+            [str(run["seed"]), *(str(run["relearn"][key] or "never") for key in LEARNED)]
+            for run in found[RELEARN]
+        ]
+        parts.append(markdown(["seed", *LEARNED.values()], rows))
+    return "\n\n".join(parts)
 
 
-def table(runs: Mapping[str, Runs]) -> str:
-    """Format a row of metrics for each curriculum, over all seeds."""
+def put_in(page: Path, kind: str, text: str) -> None:
+    """Replace what stands in a page between the two comments of a model. Raises UserError."""
+    begin, end = f"<!-- forgetting.py: {kind} -->\n", f"<!-- end of {kind} -->"
+    content = page.read_text(encoding="utf-8")
+    if begin not in content or end not in content:
+        raise UserError(f"--page: {page} lacks the line {begin.strip()} or {end}; write both")
+    before, rest = content.split(begin, 1)
+    page.write_text(f"{before}{begin}\n{text}\n\n{end}{rest.split(end, 1)[1]}", encoding="utf-8")
+
+
+def table(found_runs: Mapping[str, Runs]) -> str:
+    """Format a row of metrics for each curriculum, over its seeds."""
     rows = []
+    runs = {name: [run["results"] for run in of] for name, of in found_runs.items()}
     for name, of in runs.items():
         found = summary(of, over_seeds=False)
         wider = summary(of)["metrics"]
@@ -386,16 +417,18 @@ def table(runs: Mapping[str, Runs]) -> str:
     return markdown(["curriculum", f"{names} at the end", *COLUMNS.values()], rows)
 
 
-def remedies(runs: Mapping[str, Runs]) -> str:
+def remedies(found_runs: Mapping[str, Runs]) -> str:
     """Format the paired differences between each row and the sequence without a remedy."""
     shown = ("backward_transfer", "forgetting", "stage_gain", "average_accuracy")
     rows = []
-    plain = runs[SEQUENCE]
-    for name, of in runs.items():
-        if name != SEQUENCE:
-            found = differences(of, plain, over_seeds=False)
-            wider = differences(of, plain)
-            each = [differences([a], [b]) for a, b in zip(of, plain, strict=True)]
+    plain = {run["seed"]: run["results"] for run in found_runs[SEQUENCE]}
+    for name, runs in found_runs.items():
+        pairs = [(run["results"], plain[run["seed"]]) for run in runs if run["seed"] in plain]
+        if name != SEQUENCE and pairs:
+            of, other = zip(*pairs, strict=True)
+            found = differences(of, other, over_seeds=False)
+            wider = differences(of, other)
+            each = [differences([a], [b]) for a, b in pairs]
             cells = (points(metric, found, each, wider) for metric in shown)
             rows.append([WORDS[name], *cells])
     return markdown(["against no remedy", *(COLUMNS[metric] for metric in shown)], rows)

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from examples import three_desks
+from pipeline.common.errors import UserError
 from pipeline.config.cli import flags_of, parse
 from pipeline.environments.domains import generated, load_domains
 from pipeline.models.tiny import tiny_model
@@ -136,7 +137,19 @@ def test_points_are_bold_if_the_interval_over_seeds_excludes_zero():
     assert forgetting.points("forgetting", found, [found], found) == "-"
 
 
-def test_the_command_refuses_a_figure_without_its_data_and_an_unknown_row(capsys):
+def test_the_tables_of_a_model_replace_those_of_the_page(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text("a\n<!-- forgetting.py: tiny -->\nold\n<!-- end of tiny -->\nb\n")
+    forgetting.put_in(page, "tiny", "new")
+    wanted = "a\n<!-- forgetting.py: tiny -->\n\nnew\n\n<!-- end of tiny -->\nb\n"
+    assert page.read_text() == wanted
+    with pytest.raises(UserError, match=r"forgetting\.py: real"):
+        forgetting.put_in(page, "real", "new")
+
+
+def test_the_command_refuses_what_has_no_data_and_an_unknown_row(capsys, tmp_path):
+    assert forgetting.main(["--only-report", "--output-dir", str(tmp_path / "none")]) == 2
+    assert "holds no finished run" in capsys.readouterr().err
     for flags, text in ((["--figure", str(Path("a.png"))], "--raw"), (["--rows", "x"], "sequence")):
         with pytest.raises(SystemExit) as raised:
             forgetting.main(flags)
