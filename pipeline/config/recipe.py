@@ -72,9 +72,11 @@ def find_recipe(source: str | Path) -> Path:
     if path.parent in (Path(), Path("recipes")) and name in known:
         return known[name]
     near = nearest(name, known)
+    listed = ", ".join(name for name in known if not name.endswith("gpu"))
     raise UserError(
         f"--config: got {shown(str(source))}, which is no file; give the path of a recipe or one "
-        f"of {', '.join(known)}{f'; did you mean {near}?' * bool(near)}"
+        f"of {listed} (docs/training.md lists those for GPUs)"
+        f"{f'; did you mean {near}?' * bool(near)}"
     )
 
 
