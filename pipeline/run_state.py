@@ -57,6 +57,7 @@ from pipeline.rollout.samplers.choice import Sampler, make_sampler
 from pipeline.rollout.trajectory import EpisodeRecord, Trajectory
 from pipeline.training.learner import Learner
 from pipeline.training.step_metrics import logged_by_reward_functions, machine
+from pipeline.training.updater import Reference
 
 Hook = Callable[["Run", str, Sequence[Trajectory]], None]
 
@@ -88,6 +89,7 @@ class Run:
 
     # What a resumed run counts anew, or reads from its files.
     sources: Mapping[str, Source] = field(default_factory=dict)  # tasks of the stage, by domain
+    teachers: dict[str, Reference] = field(default_factory=dict)  # of the stage, by domain
     records: list[EpisodeRecord] = field(
         default_factory=list
     )  # episodes of the stage, of this rank

@@ -31,7 +31,7 @@ from pipeline.checkpoints.transcripts import read_transcripts
 from pipeline.common.console import command, kept_warnings, may_fail
 from pipeline.common.errors import INTERRUPTED, RunError, UserError
 from pipeline.common.layout import WARNINGS
-from pipeline.config.settings import MERGE, Config
+from pipeline.config.settings import DISTILL, MERGE, Config
 from pipeline.data.curriculum import GAIN, Stage, learning_rate_at
 from pipeline.data.task_memory import TaskMemory
 from pipeline.data.tasks import Task
@@ -66,6 +66,7 @@ from pipeline.rollout.samplers.choice import refuse_missing
 from pipeline.run_state import Run, evaluate_held_out, open_run
 from pipeline.training import step_metrics
 from pipeline.training.collect import RolloutBatch, collect_rollouts, give_advantages
+from pipeline.training.distillation import teach
 from pipeline.training.step_metrics import Meter, over_iterations, rollout_metrics
 from pipeline.training.updater import Reference, Updater
 
@@ -207,6 +208,8 @@ def begin_stage(run: Run, stage: Stage) -> int:
         if not stage.anew:
             for line in lost_domains(run.state.evaluations, stages, run.config.evaluation):
                 run.say(f"warning: {line}")
+    if stage.name == DISTILL:
+        begin_teaching(run)
     run.sources = run.parts.sources(stage)
     validate_when_due(run, stage)  # a resumed run may have stopped before this validation
     if has_unsaved_best(run):
@@ -236,6 +239,19 @@ def begin_anew(run: Run, stage: Stage) -> None:
             set_weights(model, config, tokenizer, start)
         updater_of(run).optimizer.state.clear()
         run.learner.sync_weights()
+
+
+def begin_teaching(run: Run) -> None:
+    """Make the expert of each domain its teacher; the policy's weights stay as they are."""
+    experts = experts_of(run.checkpointer, run.stages)
+    run.say(f"stage {DISTILL}: the experts of {', '.join(experts)} teach a student")
+    updater = updater_of(run)
+    # A student's entropy shall be that of its teachers.
+    updater.settings = updater.settings.model_copy(update={"entropy_coef": 0.0})
+    for domain, folder in experts.items():
+        teacher = run.teachers[domain] = Reference(updater.module, aside=True)
+        with teacher.in_place():
+            set_weights(run.learner.model, run.config, run.parts.tokenizer, folder)
 
 
 def end_stage(run: Run, stage: Stage) -> None:
@@ -270,8 +286,11 @@ def collect(run: Run, stage: Stage, step: int) -> RolloutBatch:
     """Collect this rank's rollouts for a step."""
     by_signal = run.config.curriculum.task_sampling == "signal"
     memory = TaskMemory(**deepcopy(run.state.task_memory)) if by_signal else None
+    config = run.config
+    if run.teachers:  # groups with equal rewards teach, too
+        config = config.changed("grpo", dynamic_sampling=False)
     batch = collect_rollouts(
-        run.learner.rollout, run.ranks, run.config, stage, step, run.sources, memory=memory
+        run.learner.rollout, run.ranks, config, stage, step, run.sources, memory=memory
     )
     run.check_language_models()
     return batch
@@ -286,8 +305,11 @@ def update(run: Run, stage: Stage, batch: RolloutBatch) -> dict[str, float]:
     )
     with run.ranks.phase("update", stage.name, step + 1):
         run.learner.sampling.sampler.rest()
+        updater = updater_of(run)
+        teachers = run.teachers
+        taught = teach(batch, teachers, updater, run.ranks, run.config) if teachers else {}
         of_iterations = [
-            updater_of(run).update_policy(
+            updater.update_policy(
                 batch.trajectories,
                 [sample.advantage for sample in batch.samples],
                 learning_rate,
@@ -297,7 +319,7 @@ def update(run: Run, stage: Stage, batch: RolloutBatch) -> dict[str, float]:
             for iteration in range(1, settings.num_iterations + 1)
         ]
         run.learner.sync_weights()
-    statistics = over_iterations(of_iterations)
+    statistics = over_iterations(of_iterations) | taught
     warn_of_disagreement(run, f"warning: step {step + 1}:", statistics)
     return statistics
 
@@ -348,7 +370,8 @@ def record(
     own = {**keys, **statistics, **metrics}
     run.log.metrics(own if rewards is None else run.with_logged("train/", own))
     run.log.timings({**keys, **meter.timings(batch.trajectories)})
-    count_dead_steps(run.state.dead_steps, stage, metrics)
+    if not run.teachers:
+        count_dead_steps(run.state.dead_steps, stage, metrics)
     warn_of_stagnation(run, stage, batch, {**statistics, **metrics})
     return {**statistics, **metrics}
 

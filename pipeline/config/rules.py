@@ -19,6 +19,7 @@ from pipeline.config.domain_names import (
 )
 from pipeline.config.settings import (
     CURRICULA,
+    DISTILL,
     LAST_STAGES,
     LOSSES,
     MERGE,
@@ -112,6 +113,8 @@ def without_effect(config: Config) -> list[str]:
     )
     if not is_separate or config.curriculum.merge_method != "ties":
         needed["merge_density"] = "curriculum separate and merge_method ties"
+    if config.curriculum.last_stage == DISTILL:
+        needed["merge_weight"] = "merge_method task_arithmetic or ties"
     sections = (config.run, config.rollout, config.grpo, config.curriculum)
     set_by_user = {name for section in sections for name in changed(section)}
     return [

@@ -18,7 +18,9 @@ Difficulty = Literal["easy", "medium", "hard"]
 # A step of `mixed` has groups of every domain; a step of `interleaved` has groups of one domain.
 CURRICULA = {"sequential": False, "separate": False, "mixed": True, "interleaved": True}
 MERGE = "merge"  # a stage without steps, in which the experts' weights are merged
-LAST_STAGES = {"task_arithmetic": MERGE, "ties": MERGE}  # of `separate`, by merge_method
+DISTILL = "distill"  # a stage in which the experts teach a student
+# The last stage of `separate`, by merge_method.
+LAST_STAGES = {"task_arithmetic": MERGE, "ties": MERGE, "distillation": DISTILL}
 
 
 class LossFacts(NamedTuple):
@@ -287,6 +289,11 @@ class CurriculumSettings(Section):
         return CURRICULA[self.curriculum]
 
     @property
+    def last_stage(self) -> str:
+        """The stage that makes one model of experts, or "" if there are none."""
+        return LAST_STAGES[self.merge_method] if self.is_separate else ""
+
+    @property
     def is_separate(self) -> bool:
         """Whether each domain has an expert, and a last stage makes one model of them."""
         return self.curriculum == "separate"
@@ -495,8 +502,8 @@ class Config(Section):
             times = [order[: index + 1].count(name) for index, name in enumerate(order)]
             names = [n if t == 1 else f"{n}-{t}" for n, t in zip(order, times, strict=True)]
         parts = [f"-{difficulty}" for difficulty in curriculum.difficulties] or [""]
-        last = [LAST_STAGES[curriculum.merge_method]] if curriculum.is_separate else []
-        return [*(f"{name}{part}" for name in names for part in parts), *last]
+        last = curriculum.last_stage
+        return [*(f"{name}{part}" for name in names for part in parts), *([last] * bool(last))]
 
     @property
     def corrects_sampling(self) -> bool:

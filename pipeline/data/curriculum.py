@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from pipeline.common.errors import UserError
 from pipeline.common.untrusted import shown
-from pipeline.config.settings import MERGE, Config, GRPOSettings
+from pipeline.config.settings import DISTILL, MERGE, Config, GRPOSettings
 from pipeline.data.rng import generator, permutation
 from pipeline.data.tasks import Source, Task, tasks_for_step
 
@@ -59,7 +59,9 @@ def make_stages(config: Config, num_tasks: Mapping[str, int]) -> list[Stage]:
         for difficulty in difficulties
     ]
     if curriculum.is_separate:
-        parts.append((Shares((), {}), config.data.difficulty))
+        is_taught = curriculum.last_stage == DISTILL
+        last = mixed(config)[0] if is_taught else Shares((), {})
+        parts.append((last, config.data.difficulty))
     names = config.stage_names
     num_steps = _steps(config, [shares.own for shares, _ in parts])
     stages: list[Stage] = []
@@ -70,7 +72,7 @@ def make_stages(config: Config, num_tasks: Mapping[str, int]) -> list[Stage]:
         groups = {d: min(n, num_tasks[d]) for d, n in zip(shares, counts, strict=True) if n > 0}
         schedule = tuple(quota(shares, steps)) if takes_turns else ()
         without_groups = set(own) - set(schedule or groups)
-        if curriculum.is_joint and without_groups:
+        if len(own) > 1 and without_groups:
             why = f"{min(without_groups)} would have no group in stage {name}"
             raise UserError(f"domain_weights: {why}; give it more weight, or raise tasks_per_step")
         stage = Stage(index=index, name=name, own=own, difficulty=difficulty, groups=groups)
@@ -108,8 +110,8 @@ def separate(config: Config) -> list[Shares]:
 
 
 def mixed(config: Config) -> list[Shares]:
-    """One stage with groups of all domains in each step."""
-    domains = config.data.domains
+    """One stage with groups of all domains in each step; of `separate`, of those with experts."""
+    domains = config.curriculum.order or config.data.domains
     weights = {domain: config.curriculum.domain_weights.get(domain, 1.0) for domain in domains}
     total = sum(weights.values())
     return [Shares(tuple(domains), {domain: weight / total for domain, weight in weights.items()})]

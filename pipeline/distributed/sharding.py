@@ -258,9 +258,9 @@ def read_parts(folder: Path, tensors: dict[str, torch.Tensor]) -> bool:
 
 @contextmanager
 def exchanged(
-    sharded: Sharded, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]
+    sharded: Sharded | None, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]
 ) -> Iterator[None]:
-    """Let a sharded model compute with the second tensor of each pair in place of the first."""
+    """Let a model compute with the second tensor of each pair in place of the first."""
     _exchange(sharded, pairs)
     try:
         yield
@@ -269,8 +269,9 @@ def exchanged(
 
 
 @torch.no_grad()
-def _exchange(sharded: Sharded, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    sharded.free_gathered()
+def _exchange(sharded: Sharded | None, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    if sharded is not None:
+        sharded.free_gathered()
     for first, second in pairs:
         kept = local(first).clone()
         local(first).copy_(local(second))

@@ -14,7 +14,7 @@ import torch
 
 from pipeline.common.errors import UserError
 from pipeline.config.domain_names import SINGLE_TURN, known_domains
-from pipeline.config.settings import Config
+from pipeline.config.settings import DISTILL, Config
 from pipeline.distributed.devices import dtype_of, on_gpu, uses_bf16
 from pipeline.distributed.main_memory import PROCESS
 from pipeline.models import lora
@@ -101,6 +101,9 @@ class Memory:
         ranks = self.num_ranks
         is_whole = grpo.shard != "full"
         cut = 1 if is_whole else ranks
+        # On a GPU, they are in main memory.
+        is_taught = config.curriculum.last_stage == DISTILL and not self.has_gpu
+        num_teachers = len(config.curriculum.order or config.data.domains) * is_taught
         rows = min(config.rollout.max_concurrent_episodes, self.episodes(config))
         tokens = self._tokens(config)
         # Log-probabilities and, in float64, cumulative probabilities of a sampled token; in an
@@ -125,6 +128,7 @@ class Memory:
             "gradients": trained / cut,
             "moments of AdamW": 2 * trained / (1 if grpo.shard == "none" else ranks),
             "reference policy": trained * (grpo.beta > 0) / cut,
+            "teachers": trained * num_teachers / cut,
             "logits": max(sampled, chunk),
             CACHE: cache,
             ACTIVATIONS: kept * (WIDER if size < 4 else 1),

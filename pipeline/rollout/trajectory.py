@@ -81,6 +81,8 @@ class Trajectory(EpisodeRecord):
     completion_ids: list[int] = field(default_factory=list)
     loss_mask: list[bool] = field(default_factory=list)  # True at sampled tokens of completion_ids
     logprobs: list[float] = field(default_factory=list)  # in nats; 0.0 where loss_mask is False
+    # Of each token of completion_ids, from a teacher; empty: they have the episode's advantage.
+    advantages: list[float] = field(default_factory=list)
     messages: list[dict[str, Any]] = field(default_factory=list)  # the conversation as texts
     preface: str = ""  # the chat template's own text before a prompt without a system message
     customer: list[dict[str, Any]] = field(default_factory=list)  # ... as a language model saw it

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pickle
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from itertools import accumulate, pairwise
+from itertools import accumulate, pairwise, repeat
 from operator import itemgetter
 from typing import Any
 
@@ -16,7 +16,9 @@ from pipeline.rollout.samplers.drawing import num_common
 from pipeline.rollout.trajectory import Trajectory
 from pipeline.training.prefix_tree import PrefixTree, shared_row
 
-Item = tuple[Trajectory, float, float]  # trajectory, advantage, loss weight of each sampled token
+# A trajectory, the advantage of its sampled tokens (unless it has `advantages` of its own), and the
+# loss weight of each of them.
+Item = tuple[Trajectory, float, float]
 KEYS_PER_TOKEN = 8  # attention gathers at most `KEYS_PER_TOKEN * max_tokens` keys
 TOLERANCE = 0.03  # minimum relative gain in time for which sequences move to other ranks
 
@@ -113,13 +115,14 @@ def micro_batch(
         input_ids = [ids + [pad_id] * (longest - len(ids)) for ids in sequences]
         paths = [range(longest)] * len(items)
     tokens: list[tuple[Any, ...]] = []
-    for index, (path, (t, *advantage_weight)) in enumerate(zip(paths, items, strict=True)):
+    for index, (path, (t, advantage, weight)) in enumerate(zip(paths, items, strict=True)):
         columns = path[len(t.prompt_ids) - 1 :]
-        rows = zip(columns, t.completion_ids, t.logprobs, t.loss_mask, strict=False)
-        tokens += [(*row, index, *advantage_weight) for *row, sampled in rows if sampled]
+        own = t.advantages or repeat(advantage)
+        rows = zip(columns, t.completion_ids, t.logprobs, own, t.loss_mask, strict=False)
+        tokens += [(*row, index, weight) for *row, sampled in rows if sampled]
     if share_prefixes:
         tokens.sort(key=itemgetter(0))
-    columns, targets, old_logprobs, indices, advantages, weights = zip(*tokens, strict=True)
+    columns, targets, old_logprobs, advantages, indices, weights = zip(*tokens, strict=True)
     sequence_N = torch.tensor(indices)
     row_N = sequence_N if position_ids is None else torch.zeros_like(sequence_N)
     predictors_U, which_N = torch.unique_consecutive(

@@ -23,6 +23,7 @@ from pipeline.distributed.sharding import (
     exchanged,
     held,
     leave_pass,
+    local,
     passes_together,
     start_over,
     sum_held_gradients,
@@ -59,20 +60,32 @@ Result = TypeVar("Result")
 
 
 class Reference:
-    """The reference policy: a copy of the trained parameters (with LoRA: of the adapters)."""
+    """The reference policy: a copy of the trained parameters (with LoRA: of the adapters).
 
-    def __init__(self, module: TokenLogprobs) -> None:
+    A copy that is `aside` stands in main memory, and computes in the place of the parameters: in
+    the context `in_place`, the two are exchanged.
+    """
+
+    def __init__(self, module: TokenLogprobs, *, aside: bool = False) -> None:
         self.module = module
+        self.aside = aside
         self.refresh()
 
     def refresh(self) -> None:
         """Copy the current parameters of the policy into the reference policy."""
-        trained = ((n, p) for n, p in self.module.named_parameters() if p.requires_grad)
-        self.parameters = {name: parameter.detach().clone() for name, parameter in trained}
+        trained = [(n, p.detach()) for n, p in self.module.named_parameters() if p.requires_grad]
+        if self.aside:
+            self.parameters = {name: local(p).to("cpu", copy=True) for name, p in trained}
+        else:
+            self.parameters = {name: parameter.clone() for name, parameter in trained}
+
+    @property
+    def _is_exchanged(self) -> bool:
+        return self.aside or self.module.sharded is not None
 
     def in_place(self) -> AbstractContextManager[None]:
         """Return the context in which `logprobs` computes."""
-        if self.module.sharded is None:
+        if not self._is_exchanged:
             return nullcontext()
         named = dict(self.module.named_parameters())
         pairs = [(named[name], tensor) for name, tensor in self.parameters.items()]
@@ -81,7 +94,7 @@ class Reference:
     @torch.no_grad()
     def logprobs(self, batch: MicroBatch) -> torch.Tensor:
         """Return log-probabilities of `batch.targets` under the reference policy, [N]."""
-        if self.module.sharded is not None:
+        if self._is_exchanged:
             return self.module(batch)[0]
         return functional_call(self.module, self.parameters, (batch,))[0]
 
@@ -299,26 +312,22 @@ class Updater:
         micro-batches; ranks of a sharded model agree on this. All gradients must be zero before the
         call. All updates of a step give the same items to the call with a `number`.
         """
-        nothing = partial(self._backward_one, num_tokens, self._nothing, None)
         while True:
             batches = self._cut(items)
             if known := self._trainer_logprobs.get(number):
                 batches = with_trainer_logprobs(batches, known)
             self._smaller_budget = None
-            of_reference = self._reference_logprobs(batches)
+            of_reference = self._logprobs(self.reference, batches) if self.reference else None
             with held(self.sharded):
                 done = self._pass_through(
                     batches, partial(self._backward_one, num_tokens), of_reference
                 )
                 budget = self._agreed_budget()
                 if budget is None:
-                    sum_held_gradients(self.sharded, nothing)
+                    sum_held_gradients(self.sharded, self._nothing_back)
             if budget is None:
                 break
-            self.max_tokens_per_microbatch = budget
-            start_over(self.sharded, nothing)
-            self._zero_gradients()
-            rank_memory.give_memory_back()
+            self._start_over(budget)
         self.num_tokens += sum(batch.num_tokens for batch in batches)
         self.num_padded_tokens += sum(batch.input_ids.numel() for batch in batches)
         self._trainer_logprobs[number] = [
@@ -328,15 +337,47 @@ class Updater:
         ]
         return done
 
-    def _reference_logprobs(self, batches: Sequence[MicroBatch]) -> list[torch.Tensor] | None:
-        if self.reference is None:
-            return None
-        with self.reference.in_place(), held(self.sharded), self.accelerator.autocast():
-            return self._pass_through(batches, self._reference_one)
+    def _nothing_back(self) -> Computed:
+        """Do a pass with a backward pass of gradients that are zero."""
+        return self._backward_one(1.0, self._nothing, None)
 
-    def _reference_one(self, batch: MicroBatch, _: Any) -> torch.Tensor:
-        assert self.reference is not None
-        return self.reference.logprobs(batch.to(self.accelerator.device))
+    def _start_over(self, budget: int) -> None:
+        """Undo what failed passes have done, before passes with smaller micro-batches."""
+        self.max_tokens_per_microbatch = budget
+        start_over(self.sharded, self._nothing_back)
+        self._zero_gradients()
+        rank_memory.give_memory_back()
+
+    def logprobs(self, policy: Reference, sequences: Sequence[Trajectory]) -> list[list[float]]:
+        """Return the log-probabilities of each sequence's sampled tokens under another policy.
+
+        Every rank must call this function. Each sequence must have a sampled token, and no
+        `advantages`. If `deterministic`, each sequence has a pass of its own, so that the values do
+        not depend on the other sequences of a rank.
+        """
+        # The advantage of an item is the sequence's place, by which the values are put back.
+        items: list[Item] = [(one, float(i), 0.0) for i, one in enumerate(sequences)]
+        while True:
+            parts = [[item] for item in items] if self.deterministic else [items]
+            batches = [batch for part in parts for batch in self._cut(part)]
+            self._smaller_budget = None
+            found = self._logprobs(policy, batches)
+            if (budget := self._agreed_budget()) is None:
+                break
+            self._start_over(budget)
+        values: list[list[float]] = [[] for _ in sequences]
+        for batch, logprobs in zip(batches, found, strict=True):
+            of_tokens = torch.stack([batch.advantages, logprobs.cpu().double()], 1)[batch.order]
+            for place, value in of_tokens.tolist():
+                values[int(place)].append(value)
+        return values
+
+    def _logprobs(self, policy: Reference, batches: Sequence[MicroBatch]) -> list[torch.Tensor]:
+        def one(batch: MicroBatch, _: Any) -> torch.Tensor:
+            return policy.logprobs(batch.to(self.accelerator.device))
+
+        with policy.in_place(), held(self.sharded), self.accelerator.autocast():
+            return self._pass_through(batches, one)
 
     def _pass_through(
         self,

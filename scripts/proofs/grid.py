@@ -14,12 +14,15 @@ from accelerate import Accelerator
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from pipeline.config.settings import LOSSES, Config, ModelSettings
+from pipeline.data.tasks import Task
 from pipeline.distributed.ranks import Ranks, parameter_hash
 from pipeline.distributed.sharding import fill, shard_model, whole
 from pipeline.models import lora
 from pipeline.models.layers import outer_layers, recompute_layers
 from pipeline.models.tiny import tiny_model, tiny_tokenizer
 from pipeline.rollout.trajectory import StopReason, Trajectory
+from pipeline.training.collect import RolloutBatch, Sample
+from pipeline.training.distillation import teach
 from pipeline.training.micro_batches import (
     Item,
     MicroBatch,
@@ -37,6 +40,7 @@ LAYOUTS = ("padded", "token-budget", "packed", "shared", "balanced")
 LEVELS = ("token", "sequence")
 LOSS_TYPES = tuple(LOSSES)
 GROUP = 4
+TAUGHT = ("desk", "shop", "phone")  # domains of the groups of a taught update, in turns
 
 
 def small_model(seed: int = 0, dtype: torch.dtype = torch.float32, vocab_size: int = 16) -> Any:
@@ -147,6 +151,7 @@ class Cell:
     reshards: bool = True
     adapters: bool = False  # of LoRA, which alone are trained
     recomputes: bool = False  # layers in the backward pass
+    taught: bool = False  # by a teacher of each domain, in place of the advantages
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -252,7 +257,8 @@ def update(cell: Cell, accelerator: Any, ranks: Ranks) -> Outcome:
     updater.optimizer.register_step_pre_hook(keep)
     rows, advantages = batch()
     mine = share(len(rows) // GROUP, ranks.rank, ranks.num_ranks, cell.spread)
-    statistics = updater.update_policy(
+    metrics = taught(cell, rows, mine, updater, ranks, config) if cell.taught else {}
+    statistics = metrics | updater.update_policy(
         [rows[i] for i in mine], [advantages[i] for i in mine], learning_rate=1e-3
     )
     named = [(name, whole(p.detach())) for name, p in model.named_parameters()]
@@ -260,6 +266,36 @@ def update(cell: Cell, accelerator: Any, ranks: Ranks) -> Outcome:
     parameters = _flat(p for _, p in named)
     same = len(set(digests)) == 1
     return Outcome(gradient=gradients[0], parameters=parameters, statistics=statistics, same=same)
+
+
+def taught(
+    cell: Cell,
+    rows: list[Trajectory],
+    mine: Sequence[int],
+    updater: Updater,
+    ranks: Ranks,
+    config: Config,
+) -> dict[str, float]:
+    """Let a teacher of each domain give the episodes `mine` their advantages."""
+    teachers = {}
+    for seed, domain in enumerate(TAUGHT, 2):
+        teachers[domain] = Reference(updater.module, aside=True)
+        other = TokenLogprobs(model_of(cell, seed), 1.0)
+        with teachers[domain].in_place():
+            for name, parameter in other.named_parameters():
+                if parameter.requires_grad:
+                    fill(dict(updater.module.named_parameters())[name], parameter.detach())
+    domains = [TAUGHT[i // GROUP % len(TAUGHT)] for i in range(len(rows))]
+    for row, domain in zip(rows, domains, strict=True):
+        row.domain = domain
+    batch = RolloutBatch(
+        samples=[Sample(trajectory=rows[i], index=i, kept=True) for i in mine],
+        num_first=len(mine),
+        rounds=[len(rows) // GROUP],
+        tasks=[Task(domain=d, id="t1", prompt=(), payload="") for d in domains[::GROUP]],
+        memory=None,
+    )
+    return teach(batch, teachers, updater, ranks, config)
 
 
 class _CutUpdater(Updater):

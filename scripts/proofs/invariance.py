@@ -7,6 +7,7 @@
   no sampled token, and in some cells one rank has no episode. The reference is one process with one
   padded micro-batch.
 - losses: every loss_type at both levels of importance sampling, on two ranks and on one.
+- distillation: the advantages of teachers of three domains, on 1, 2 and 3 ranks.
 - warm start: parameters after 100 steps, and after 20 deterministic steps, on several ranks.
   Rounding grows with the number of steps. The next checks start from the whole warm start.
 - replay: the tokens of a run on one rank are forced in runs on more ranks. Each step starts
@@ -31,7 +32,15 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from scripts.proofs.grid import LEVELS, LOSS_TYPES, Cell, difference, play_updates, update_cells
+from scripts.proofs.grid import (
+    LAYOUTS,
+    LEVELS,
+    LOSS_TYPES,
+    Cell,
+    difference,
+    play_updates,
+    update_cells,
+)
 from scripts.proofs.runs import play_run
 
 COUNTS = (1, 2, 4, 8)
@@ -79,6 +88,7 @@ def measure(options: argparse.Namespace) -> Iterator[Row]:
     yield from updates("small", options.ranks, COUNTS)
     yield from updates("tiny", [n for n in options.ranks if n <= 2], (1, 4))
     yield from losses()
+    yield from distillation([n for n in options.ranks if n <= 3])
     with TemporaryDirectory(prefix="invariance-") as folder:
         yield from warm_starts(Path(folder), options.run_ranks, options.warm_start_steps)
         yield from runs(Path(folder), options.run_ranks, options.steps)
@@ -125,6 +135,20 @@ def losses() -> Iterator[Row]:
     on = f"2 ranks, {len(kinds)} losses"
     worst = max(difference(b.gradient, a.gradient) for b, a in pairs)
     yield Row("every loss, float64: gradient", on, worst, 1e-12)
+
+
+def distillation(rank_counts: list[int]) -> Iterator[Row]:
+    cells = [
+        Cell(num_ranks=n, count=4, layout=layout, taught=True)
+        for n in rank_counts
+        for layout in LAYOUTS
+    ]
+    found = play_updates([*cells, alone := Cell(taught=True)])
+    on = f"{listed(rank_counts)} ranks, {len(cells)} updates"
+    for name in ("gradient", "parameters"):
+        exact = getattr(found[alone], name)
+        worst = max(difference(getattr(found[cell], name), exact) for cell in cells)
+        yield Row(f"distillation, float64: {name}", on, worst, 1e-12)
 
 
 def warm_starts(folder: Path, rank_counts: list[int], num_steps: int) -> Iterator[Row]:

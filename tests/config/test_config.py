@@ -516,6 +516,11 @@ def test_what_only_experts_or_only_a_sequence_use_is_told():
     assert without_effect(parse([*separate, "--replay", "0.1"])) == [
         "replay: has no effect without curriculum sequential"
     ]
+    taught = [*separate, "--merge-method", "distillation", "--use-peft"]
+    assert without_effect(parse([*taught, "--domain-weights", "{airline: 2}"])) == []
+    assert without_effect(parse([*taught, "--merge-weight", "0.4"])) == [
+        "merge_weight: has no effect without merge_method task_arithmetic or ties"
+    ]
     assert without_effect(parse(["--merge-weight", "0.4"])) == [
         "merge_weight: has no effect without curriculum separate"
     ]

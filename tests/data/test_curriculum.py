@@ -100,6 +100,19 @@ STAGES = {  # settings, numbers of tasks, and of each stage: name, groups, numbe
             ("merge", {}, 0),
         ],
     ),
+    "experts, and a last stage in which they teach": (
+        {
+            **{"curriculum": "separate", "merge_method": "distillation", "max_steps": 10},
+            **{"order": ["retail", "airline"], "domain_weights": {"airline": 2}},
+            "stage_weights": {"distill": 3},
+        },
+        PLENTY,
+        [
+            ("retail", {"retail": 24}, 2),
+            ("airline", {"airline": 24}, 2),
+            ("distill", {"retail": 8, "airline": 16}, 6),
+        ],
+    ),
     "mixed by the weights of domains": (
         {"curriculum": "mixed", "domain_weights": {"telecom": 2}},
         PLENTY,
@@ -141,7 +154,7 @@ def test_the_stages_of_a_curriculum(case):
     firsts = [sum(of for *_, of in expected[:number]) for number in range(len(expected))]
     assert [stage.first_step for stage in stages] == firsts
     for stage in stages:
-        assert stage.name.startswith(("-".join(stage.own), "mixed"))
+        assert stage.name.startswith(("-".join(stage.own), "mixed", "distill"))
         assert stage.difficulty in (*stage.name.split("-"), "medium")
 
 

@@ -29,12 +29,17 @@ LOSSES = [
     for n in (1, 2)
     for loss_type, level in KINDS
 ]
+TAUGHT = [
+    Cell(taught=True),
+    Cell(taught=True, num_ranks=2, count=4, layout="balanced"),
+    Cell(taught=True, num_ranks=2, count=2, layout="packed", spread="idle"),
+]
 FAULTY = Cell(num_ranks=2, means=True)
 
 
 @pytest.fixture(scope="module")
 def outcomes():
-    return play_updates([*GRID, *WHOLE, *LOSSES, FAULTY])
+    return play_updates([*GRID, *WHOLE, *LOSSES, *TAUGHT, FAULTY])
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -59,6 +64,18 @@ def test_every_loss_is_the_same_on_two_ranks(outcomes, loss_type, level):
     one, two = (outcomes[c] for c in LOSSES if c.loss_type == loss_type and c.level == level)
     assert difference(two.gradient, one.gradient) <= 1e-12
     assert difference(two.parameters, one.parameters) <= 1e-12
+
+
+def test_an_update_by_teachers_is_the_same_on_two_ranks(outcomes):
+    """Three ranks and sharded weights are in `tests/distributed/test_sharding.py`."""
+    alone, *others = (outcomes[cell] for cell in TAUGHT)
+    assert difference(alone.gradient, outcomes[Cell()].gradient) > 0.01
+    for other in others:
+        assert difference(other.gradient, alone.gradient) <= 1e-12
+        assert difference(other.parameters, alone.parameters) <= 1e-12
+        assert other.statistics["train/teacher_kl"] == pytest.approx(
+            alone.statistics["train/teacher_kl"], rel=1e-12
+        )
 
 
 def test_means_of_each_rank_would_be_seen(outcomes):

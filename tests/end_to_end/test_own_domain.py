@@ -21,20 +21,21 @@ OWN = {"bank_http": "bank", "library_desk": "library", "trl_environment": "ticke
 
 
 @pytest.mark.parametrize(
-    "examples",
+    ("examples", "ranks"),
     [
-        [EXAMPLES[0]],
-        pytest.param([*EXAMPLES[1:]], marks=pytest.mark.proof),  # checked below
+        ([EXAMPLES[0]], "1"),
+        pytest.param([*EXAMPLES[1:]], "1", marks=pytest.mark.proof),  # checked below
     ],
     ids=["service", "others"],
 )
 def test_examples_are_trained_by_the_commands_of_their_docstrings(
     examples: list[str],
+    ranks: str,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     flags = ["--seeds", "1", "--examples", *examples, "--output-dir", str(tmp_path)]
-    code = own_domains.main([*flags, "--", *SHORT, "--num-gpus", "1"])
+    code = own_domains.main([*flags, "--", *SHORT, "--num-gpus", ranks])
     said = capsys.readouterr()
     assert code == 1, said  # after so few steps no bound is kept
     lines = said.out.splitlines()

@@ -48,14 +48,9 @@ class WarmLauncher:
         )
         self.process.start()
 
-    @property
-    def returncode(self) -> int | None:
-        return self.process.exitcode
-
-    poll = returncode.fget
-
     def wait(self) -> int | None:
         self.process.join(120)
+        self.returncode = self.process.exitcode
         self.stdout, self.stderr = (Path(name).read_text() for name in self.said)
         return self.returncode
 

@@ -40,6 +40,7 @@ OPTIMIZED = {  # metric of an update -> label
     "train/grad_norm": "gradient\nnorm",
     "train/entropy": "entropy,\nnats",
     "train/kl": "KL to the\nreference",
+    "train/teacher_kl": "KL to the\nteachers",
     "train/clip_ratio": "clip ratio",
 }
 
