@@ -65,6 +65,7 @@ ROWS: dict[str, dict[str, Any]] = {
     "kl_new": {"beta": 0.05, "reference_per_stage": "true"},
     "task_arithmetic": {"curriculum": "separate", "merge_method": "task_arithmetic"},
     "ties": {"curriculum": "separate", "merge_method": "ties"},
+    "distillation": {"curriculum": "separate", "merge_method": "distillation"},
     RFT: {"max_steps": 0, "rft_rounds": RFT_ROUNDS},
     RELEARN: {},
 }
@@ -76,6 +77,7 @@ WORDS = {
     "kl_new": "KL on the new prompts (beta 0.05)",
     "task_arithmetic": "experts, merged by task arithmetic",
     "ties": "experts, merged by TIES",
+    "distillation": "experts, distilled on-policy",
     RFT: "supervised on own successes (RFT)",
     RELEARN: "the first domain once more",
 }
