@@ -4,7 +4,8 @@
     python scripts/proofs/forgetting.py --model FOLDER --num-gpus 2 --seeds 1 2 3
 
 The first command trains the tiny model on airline, retail and telecom; the second trains a real
-model (FOLDER: SmolLM2-135M-Instruct) on three desks whose rules it must remember. Runs are
+model (FOLDER: SmolLM2-135M-Instruct) on three desks whose rules it must remember, or, with
+`--reading`, on desks whose rules stand in the prompt. Runs are
 sequential training in two orders, mixed training, and the remedies. They have equally many
 episodes, and the runs of a seed share one warm start. Evaluations use held-out tasks.
 
@@ -84,7 +85,8 @@ WORDS = {
 # Settings by kind of model. `kl_episodes` is for each domain and later stage.
 TINY = "--tasks-per-step 12 --max-steps 84 --learning-rate 8e-4"
 TINY += " --eval-tasks-per-domain 100 --eval-trials 2"
-KL_EPISODES = {"tiny": 100, "real": 18}
+RECIPES = {"remembering": "smollm2_three_hidden", "reading": "smollm2_three"}
+KL_EPISODES = {"tiny": 100, "remembering": 18, "reading": 18}
 # Without checkpoints inside stages; evaluations of equal policies are made once.
 ALWAYS = "--save-steps 0 --validation-steps 0 --no-eval-greedy --no-eval-on-start --report-to none"
 QUICK = "--max-steps 9 --tasks-per-step 4 --num-generations 2 --warm-start-steps 3"
@@ -106,10 +108,11 @@ TESTED = ("backward_transfer", "forward_transfer")  # metrics that are tested ag
 def main(argv: list[str]) -> int:
     parser = parser_of(__doc__)
     parser.add_argument("--model", default="tiny", help="tiny, or a folder of a real model")
+    parser.add_argument("--reading", action="store_true", help="rules stand in the prompt")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--rows", nargs="+", choices=ROWS, default=list(ROWS), metavar="ROW")
     parser.add_argument("--num-gpus", type=int, default=1, help="ranks of each run")
-    parser.add_argument("--output-dir", type=Path, help="missing: runs/forgetting-<tiny or real>")
+    parser.add_argument("--output-dir", type=Path, help="missing: runs/forgetting-<kind of model>")
     parser.add_argument("--raw", type=Path, help="add the results of all runs to this JSON file")
     parser.add_argument("--figure", type=Path, help="draw what is in the file --raw")
     parser.add_argument("--page", type=Path, help="put the tables into this Markdown page")
@@ -119,10 +122,13 @@ def main(argv: list[str]) -> int:
     options = parser.parse_args(argv)
     if options.figure and not options.raw:
         parser.error("--figure: give --raw as well, the file of what is drawn")
-    kind = "tiny" if options.model == "tiny" else "real"
+    if options.reading and options.model == "tiny":
+        parser.error("--reading: give the folder of a real model as --model")
+    kind = "tiny"
     flags = ["--config", "forgetting", *TINY.split()]
-    if kind == "real":
-        flags = ["--config", "smollm2_three_hidden", "--model", options.model]
+    if options.model != "tiny":
+        kind = "reading" if options.reading else "remembering"
+        flags = ["--config", RECIPES[kind], "--model", options.model]
     flags += [*ALWAYS.split(), *(QUICK.split() if options.quick else []), *options.passed_on]
     name = f"runs/forgetting-{kind}{'-quick' if options.quick else ''}"
     study = Study(options.output_dir or Path(name), flags, options.num_gpus, KL_EPISODES[kind])

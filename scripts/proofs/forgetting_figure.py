@@ -14,7 +14,11 @@ import matplotlib.pyplot as plt
 
 from scripts.proofs.forgetting_measures import correlations
 
-MODELS = {"tiny": "tiny model (0.5 M)", "real": "SmolLM2-135M, rules not in the prompt"}
+MODELS = {
+    "tiny": "tiny model (0.5 M)",
+    "remembering": "SmolLM2-135M, rules not in the prompt",
+    "reading": "SmolLM2-135M, rules in the prompt",
+}
 PANELS = {"kl_old": "KL on the old domains", "kl_new": "KL on the new domain"}
 # Petroff's colours (arXiv 2107.02270), distinct also for colour-blind readers.
 COLOURS = (

@@ -143,8 +143,8 @@ def test_the_tables_of_a_model_replace_those_of_the_page(tmp_path):
     forgetting.put_in(page, "tiny", "new")
     wanted = "a\n<!-- forgetting.py: tiny -->\n\nnew\n\n<!-- end of tiny -->\nb\n"
     assert page.read_text() == wanted
-    with pytest.raises(UserError, match=r"forgetting\.py: real"):
-        forgetting.put_in(page, "real", "new")
+    with pytest.raises(UserError, match=r"forgetting\.py: reading"):
+        forgetting.put_in(page, "reading", "new")
 
 
 def test_the_command_refuses_what_has_no_data_and_an_unknown_row(capsys, tmp_path):
