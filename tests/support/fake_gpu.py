@@ -264,7 +264,7 @@ def operations_of(
         graphs = sampler._blocks._graphs
         episodes = sampler.open([[4] * 20 + [5 + n] * 10 for n in range(32)], range(32))
         found = []
-        for length in (65, 17, 65):  # the first captures
+        for length in (25, 9, 25):  # the first captures
             sampler.sample(episodes, [length] * 32)
             for episode in episodes:
                 sampler.extend(episode, [6, 7])
@@ -274,7 +274,7 @@ def operations_of(
         return {
             "graphs": graphs.num_captures,
             "inside": graphs.num_operations,
-            "outside": (more_operations - operations) / 48,
+            "outside": (more_operations - operations) / 16,
             "waits": (more_waits - waits).total(),
             "given_up": sampler._blocks._graphs is None,
         }
