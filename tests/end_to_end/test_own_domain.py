@@ -1,13 +1,18 @@
 """The examples of own domains: short, trained by their own commands, refused if not shown."""
 
 import json
+from collections.abc import Sequence
+from contextlib import chdir
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from pipeline.run import main
 from scripts.proofs import own_domains
 from scripts.proofs.own_domains import EXAMPLES, commands_of
+from scripts.proofs.runs import without_report
+from tests.support.launcher import RUN, WarmLauncher
 from tests.support.warm import episodes
 
 SHORT = [
@@ -32,8 +37,19 @@ def test_examples_are_trained_by_the_commands_of_their_docstrings(
     examples: list[str],
     ranks: str,
     tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
+    """A run begins in a process that has imported what it needs; a service in one of its own."""
+    cold = own_domains.started
+
+    def started(words: Sequence[str], folder: Path, log: Path) -> Any:
+        if words[1] != RUN:
+            return cold(words, folder, log)
+        with log.open("ab") as file, chdir(folder):
+            return WarmLauncher(words, stdout=file, end=without_report)
+
+    monkeypatch.setattr(own_domains, "started", started)
     flags = ["--seeds", "1", "--examples", *examples, "--output-dir", str(tmp_path)]
     code = own_domains.main([*flags, "--", *SHORT, "--num-gpus", ranks])
     said = capsys.readouterr()

@@ -26,7 +26,7 @@ FLAGS = [
     *("--warm-start-batch-size", "2", "--max-steps", "4", "--save-steps", "1", "--num-gpus", "2"),
     # Untrained, it earns nothing: entropy and divergence are what there is to learn from.
     *("--num-iterations", "2", "--no-drop-zero-std-groups", "--entropy-coef", "0.05"),
-    *("--beta", "0.1", "--reference-per-stage"),
+    *("--beta", "0.1", "--reference-per-stage", "--no-eval-greedy"),
 ]
 
 

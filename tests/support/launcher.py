@@ -39,7 +39,7 @@ class WarmLauncher:
     def __init__(
         self, command, env=None, *, ignored=(), default=(), stdout=None, stderr=None, **hooks: Any
     ) -> None:
-        assert command[:2] == [sys.executable, RUN]
+        assert [*command[:2]] == [sys.executable, RUN]
         place = (command[2:], dict(os.environ if env is None else env), os.getcwd())
         names = [stdout.name] * 2 if stdout else ["stdout", "stderr"]
         self.said = [os.path.abspath(name) for name in names]
@@ -49,7 +49,7 @@ class WarmLauncher:
         self.process.start()
 
     def wait(self) -> int | None:
-        self.process.join(120)
+        self.process.join()  # pytest has a limit
         self.returncode = self.process.exitcode
         self.stdout, self.stderr = (Path(name).read_text() for name in self.said)
         return self.returncode
