@@ -12,7 +12,10 @@ from tests.support.messages import refusal, says
 
 pytestmark = pytest.mark.whole_run
 
-TINY = ["--domains", "airline", "--num-generations", "4", "--max-tokens", "96"]
+TINY = [
+    *("--domains", "airline", "--num-generations", "4", "--max-tokens", "96"),
+    *("--tasks-per-domain", "60"),
+]
 PEAK = r"  peak of its (rollout|update) +(\d+\.\d\d)   in \d+\.\d s"
 
 
