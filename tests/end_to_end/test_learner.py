@@ -117,15 +117,8 @@ SMALL = [
     *("--max-turns", "5", "--max-tokens-per-turn", "12"),
     *("--eval-tasks-per-domain", "1", "--eval-trials", "1", "--validation-steps", "0"),
     *("--domains", "airline,retail", "--max-steps", "4", "--save-steps", "1"),
-    *(
-        "--no-eval-on-start",
-        "--no-eval-greedy",
-        "--save-total-limit",
-        "9",
-        "--report-to",
-        "none",
-        "--no-drop-zero-std-groups",
-    ),
+    *("--save-total-limit", "9", "--report-to", "none", "--no-drop-zero-std-groups"),
+    *("--no-eval-on-start", "--no-eval-greedy"),
     *("--beta", "0.1", "--entropy-coef", "0.05", "--learning-rate", "3e-3", "--lora-r", "4"),
 ]
 RESUME = ["--resume-from-checkpoint"]

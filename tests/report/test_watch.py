@@ -353,7 +353,7 @@ WHOLE += '"stop_reason": "completed", "messages": '
         ("config.yaml", f"{BOMB}recipe: *q\ndata: {{}}\ngrpo: {{}}\nrun: {{}}\n"),
         ("config.yaml", f"{MERGES}recipe: x\ndata: {{}}\ngrpo: {{}}\nrun: {{<<: *q}}\n"),
         ("config.yaml", "recipe: x\ndata: 3\ngrpo: []\nrun:\n"),
-        ("config.yaml", "[" * 5_000),
+        ("config.yaml", "[" * 1_200),
         ("config.yaml", "\x00\x01"),
         ("metrics.jsonl", '{"step": 1, "stage": "airline"}\n'),
         ("metrics.jsonl", '{"kind": "train", "stage": "airline"}\n'),
