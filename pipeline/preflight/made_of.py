@@ -11,7 +11,7 @@ from typing import Any
 
 from pipeline.checkpoints.resume import STARTED
 from pipeline.checkpoints.run_folder import TEMPLATE, hash_of
-from pipeline.config.domain_names import known_domains
+from pipeline.config.domain_names import EMBEDDED_DOMAINS, known_domains
 from pipeline.config.settings import Config
 from pipeline.data.tasks import HELD_OUT, MODULE, Task
 from pipeline.environments.agent_process import files_of
@@ -47,7 +47,8 @@ def made_of(config: Config, tasks: Mapping[str, TaskSets], tokenizer: Any) -> di
 def hashes_of_modules(config: Config) -> dict[str, str]:
     """Return the hash of each imported module of user code, by a name for it."""
     hashes = dict[str, str]()
-    factories = (setting.factory for setting in known_domains(config).values())
+    known = (setting.factory for setting in known_domains(config).values())
+    factories = (factory for factory in known if factory not in EMBEDDED_DOMAINS.values())
     for target in (*factories, *config.data.agents.values(), *config.data.reward_funcs):
         hashes |= _hashes_of_modules(target.partition(":")[0])
     return hashes

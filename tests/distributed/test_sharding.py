@@ -134,7 +134,7 @@ def test_a_checkpoint_goes_on_on_any_ranks_sharded_or_not(tmp_path, adapters):
 @pytest.mark.parametrize("steps", [2, pytest.param(12, marks=pytest.mark.proof)])
 def test_a_sharded_run_draws_what_a_run_on_one_rank_draws(tmp_path, steps):
     """Its tokens are forced, and each step starts from its weights, so rounding does not add up."""
-    flags = [*COIN, "--num-generations", "16", "--tasks-per-step", "8", "--save-steps", "0"]
+    flags = [*COIN, "--num-generations", "16", "--tasks-per-step", "4", "--save-steps", "0"]
     flags += ["--max-tokens-per-turn", "8", "--max-steps", str(steps)]
     flags += warm_started(tmp_path)
     alone = play_run(1, flags, tmp_path / "alone")
@@ -142,7 +142,7 @@ def test_a_sharded_run_draws_what_a_run_on_one_rank_draws(tmp_path, steps):
     again = play_run(
         2, [*flags, "--shard", "full"], tmp_path / "again", forced, weights=tmp_path / "alone"
     )
-    assert again.num_forced == sum(map(len, forced.values())) > 250 * steps
+    assert again.num_forced == sum(map(len, forced.values())) > 120 * steps
     assert alone.largest_gap(again) <= 1e-5
     assert again.update_gap <= 1e-6
     assert all(distance <= 1e-5 for distance in again.ties), again.ties
@@ -201,11 +201,8 @@ def updates_without_memory(cases):
 def test_ranks_that_run_out_of_memory_agree_on_smaller_micro_batches():
     """A rank that fails inside a pass still takes its part in the exchanges of the others."""
     layers = {1: 1}
-    kinds = [
-        (reshards, place, False, False)
-        for reshards in (True, False)
-        for place in ("forward", "backward", "reference")
-    ]
+    kinds = [(True, place, False, False) for place in ("forward", "backward", "reference")]
+    kinds.append((False, "backward", False, False))
     kinds += [(True, "backward", True, False), (True, "backward", False, True)]
     cases = [(*kind, layers) for kind in kinds]
     cases += [(True, "forward", False, False, {0: 0, 1: 1}), (True, "backward", False, True, {})]

@@ -1,9 +1,11 @@
 """Searches over settings: what is suggested is a setting, and hopeless trials end early."""
 
 import json
+import subprocess
 import sys
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +13,9 @@ import yaml
 
 from pipeline.config.cli import parse
 from scripts import optuna_study
+from scripts.proofs.runs import without_report
 from tests.support import ROOT
+from tests.support.launcher import WarmLauncher
 from tests.support.messages import refusal
 
 SWEEP = yaml.safe_load((ROOT / "scripts" / "wandb_sweep.yaml").read_text(encoding="utf-8"))
@@ -174,6 +178,9 @@ def test_a_study_of_real_runs_finds_the_best(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     monkeypatch.setattr(optuna_study.signal, "signal", lambda *_: None)
+    warm = partial(WarmLauncher, end=without_report)
+    started = SimpleNamespace(Popen=warm, STDOUT=subprocess.STDOUT)
+    monkeypatch.setattr(optuna_study, "subprocess", started)
     words = ["--search", "learning_rate=1e-4..1e-3:log", "num_generations=2,3", "--trials", "1"]
     code = optuna_study.main([*words, "--output-dir", str(tmp_path), "--", *TINY])
     said = capsys.readouterr()

@@ -48,9 +48,14 @@ class WarmLauncher:
         )
         self.process.start()
 
+    @property
+    def returncode(self) -> int | None:
+        return self.process.exitcode
+
+    poll = returncode.fget
+
     def wait(self) -> int | None:
         self.process.join()  # pytest has a limit
-        self.returncode = self.process.exitcode
         self.stdout, self.stderr = (Path(name).read_text() for name in self.said)
         return self.returncode
 
