@@ -51,7 +51,7 @@ DIAMOND: dict[str, Any] = {"marker": "D", "color": "black", "mfc": "white", "lin
 RATES = [("sampled (pale: before GRPO)", SQUARE), ("greedy, always the likeliest token", DIAMOND)]
 FRAME: dict[str, Any] = {"fill": False, "edgecolor": COLOURS[1], "linewidth": 2.5, "zorder": 3}
 DIRECTIONS = {  # for each metric: title of the panel, meaning of negative and positive values
-    "backward_transfer": ("backward transfer: effect of later stages", "- lost, + helped"),
+    "backward_transfer": ("backward transfer: from its own stage to the end", "- lost, + helped"),
     "forward_transfer": ("forward transfer: effect of earlier stages", "- lost, + helped"),
     "forgetting": ("forgetting: best success minus that at the end", "+ lost, - gained"),
 }
