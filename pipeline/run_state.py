@@ -84,6 +84,7 @@ class Run:
     checkpointer: Checkpointer
     saved_state: Mapping[str, Any]  # of the checkpoint from which the run goes on; empty: none
     kl_probe: KLProbe
+    learned: KLProbe  # the episodes of `learned_beta`
 
     state: TrainState  # what checkpoints keep
 
@@ -280,6 +281,7 @@ def open_run(
         checkpointer=checkpointer,
         saved_state=origin.saved_state,
         kl_probe=KLProbe(folder, config, ranks),
+        learned=KLProbe(folder, config, ranks, trains=True),
         state=origin.state,
         on_batch=on_batch,
     )

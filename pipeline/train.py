@@ -32,7 +32,13 @@ from pipeline.common.console import command, kept_warnings, may_fail
 from pipeline.common.errors import INTERRUPTED, RunError, UserError
 from pipeline.common.layout import WARNINGS
 from pipeline.config.settings import DISTILL, MERGE, Config
-from pipeline.data.curriculum import GAIN, Stage, learning_rate_at
+from pipeline.data.curriculum import (
+    GAIN,
+    Stage,
+    learning_rate_at,
+    num_drawn,
+    tasks_of_source,
+)
 from pipeline.data.task_memory import TaskMemory
 from pipeline.data.tasks import Task
 from pipeline.distributed.connect import connect
@@ -138,7 +144,8 @@ def begin_grpo(run: Run) -> Meter:
     if run.config.curriculum.is_separate and not (run.config.is_supervised or run.state.step):
         run.save(START)
     run.save_if_needed()
-    run.kl_probe.load([s for s in run.stages[:-1] if run.state.evaluated(s.name)])
+    for probe in (run.kl_probe, run.learned):
+        probe.load([s for s in run.stages[:-1] if run.state.evaluated(s.name)])
     step_metrics.tell_missed(run.config.run.profile, run.state.step, run.folder, run.say)
     meter = Meter(run.ranks, learner.rollout, updater)
     gc.freeze()  # exempts long-lived objects from garbage collection
@@ -156,18 +163,25 @@ def make_updater(run: Run) -> Updater:
     tokenizer = run.parts.tokenizer
     load = partial(set_weights, learner.model, config, tokenizer)
     module = learner.module_to_train()
-    reference = None
-    if config.grpo.beta > 0:
+
+    def earlier(*, per_stage: bool) -> Reference:
+        """Return the policy before GRPO, or at the start of the stage."""
         if resumed is not None:
-            folder = folder_of_reference(
-                run.checkpointer, run.stages, config.grpo.reference_per_stage
-            )
+            folder = folder_of_reference(run.checkpointer, run.stages, per_stage)
             load(folder)
             if folder is None and not config.model.use_peft:
                 weights = weights_of(learner.model, run.ranks)
                 refuse_other_origin(run.saved_state, weights, resumed.name, config.run.override)
-        reference = Reference(module)
-    if resumed is not None and (reference or config.model.use_peft):
+        return Reference(module)
+
+    per_stage = config.grpo.reference_per_stage
+    reference = earlier(per_stage=per_stage) if config.grpo.beta > 0 else None
+    start = reference if per_stage else None
+    if config.grpo.movement_coef == 0:
+        start = None
+    elif start is None:
+        start = earlier(per_stage=True)
+    if resumed is not None and (reference or start or config.model.use_peft):
         load(resumed)
     updater = Updater(
         run.accelerator,
@@ -175,6 +189,7 @@ def make_updater(run: Run) -> Updater:
         run.ranks,
         config,
         reference=reference,
+        start=start,
         pad_id=tokenizer.pad_token_id or 0,
     )
     updater.faults_folder = run.folder / "faults"
@@ -189,11 +204,14 @@ def begin_stage(run: Run, stage: Stage) -> int:
     is_inside = run.state.step > stage.first_step
     if stage.anew and not is_inside:
         begin_anew(run, stage)
-    if (reference := updater_of(run).reference) is not None:
-        if run.config.grpo.reference_per_stage and not is_inside:
-            reference.refresh()
-        when = f"of the reference policy in stage {stage.name}"
-        run.ranks.check_same_parameters(reference.parameters.items(), when)
+    updater = updater_of(run)
+    per_stage = run.config.grpo.reference_per_stage
+    for earlier, is_of_stage in ((updater.reference, per_stage), (updater.start, True)):
+        if earlier is not None:
+            if is_of_stage and not is_inside:
+                earlier.refresh()
+            when = f"of the reference policy in stage {stage.name}"
+            run.ranks.check_same_parameters(earlier.parameters.items(), when)
     run.records = []
     if is_inside:
         folder = run.folder / "trajectories" / stage.name
@@ -260,16 +278,31 @@ def end_stage(run: Run, stage: Stage) -> None:
     run.records = []
     if any(gathered):
         run.state.training[stage.name] = training_summary(gathered)
-    if run.kl_probe.is_wanted and stage.index + 1 < len(run.stages):
-        count = run.config.evaluation.kl_probe_tasks
-        tasks = list[Task]()
-        for domain in stage.own:
-            tasks += run.parts.validation[domain][:count]
-        with run.ranks.phase("validate", stage.name, run.state.step):
-            run.kl_probe.keep(stage, tasks, run.learner.rollout)
+    if stage.index + 1 < len(run.stages):
+        keep_episodes(run, stage)
     run.save_if_needed()  # an evaluation may take longer than the stage
     evaluate_held_out(run, stage.name)
     run.save(f"stage-{stage.index + 1}-{stage.name}")
+
+
+def keep_episodes(run: Run, stage: Stage) -> None:
+    """Keep episodes of the stage's domains, as the policy now plays them."""
+    config = run.config
+    for probe, count in (
+        (run.kl_probe, config.evaluation.kl_probe_tasks),
+        (run.learned, config.grpo.learned_beta_tasks),
+    ):
+        tasks = list[Task]()
+        for domain in stage.own if probe.is_wanted else ():
+            if probe is run.kl_probe:
+                tasks += run.parts.validation[domain][:count]
+            else:
+                source = run.sources[domain]
+                most = min(count, num_drawn(source))
+                tasks += tasks_of_source(source, most, 0, config.run.seed, "learned", domain)
+        if tasks:
+            with run.ranks.phase("validate", stage.name, run.state.step):
+                probe.keep(stage, tasks, run.learner.rollout)
 
 
 # The steps of a stage
@@ -300,6 +333,7 @@ def update(run: Run, stage: Stage, batch: RolloutBatch) -> dict[str, float]:
     """Train on the batch, load the weights into the sampler, return all ranks' statistics."""
     step = run.state.step
     settings = run.config.grpo
+    learned = [t for d, of in run.learned.episodes.items() if d not in stage.own for t in of]
     learning_rate = learning_rate_at(
         step - stage.first_step, stage.num_steps, run.config.peak_learning_rate, settings
     )
@@ -314,6 +348,7 @@ def update(run: Run, stage: Stage, batch: RolloutBatch) -> dict[str, float]:
                 [sample.advantage for sample in batch.samples],
                 learning_rate,
                 [sample.kept for sample in batch.samples],
+                learned=learned,
                 is_last=iteration == settings.num_iterations,
             )
             for iteration in range(1, settings.num_iterations + 1)

@@ -142,7 +142,8 @@ def agree_on_model(
     if len(set(hosts)) > 1:
         facts["model"] = parameter_hash(model.named_parameters())
     refuse_differences(ranks, facts, "give all the same files")
-    if config.model.use_peft or (is_new and config.grpo.beta > 0):
+    needs_reference = config.grpo.beta > 0 or config.grpo.movement_coef > 0
+    if config.model.use_peft or (is_new and needs_reference):
         hashes |= weights_of(model, ranks)  # read again when the run is resumed
     return hashes | configuration if config.model.use_peft else hashes
 

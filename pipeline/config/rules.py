@@ -96,6 +96,8 @@ def without_effect(config: Config) -> list[str]:
         if name not in config.data.domains
     ]
     needed = {name: "plan" for name in ("plan_tflops", "plan_bandwidth") if not config.run.plan}
+    if not config.grpo.learned_beta:
+        needed["learned_beta_tasks"] = "learned_beta"
     needed |= {
         name: f"sampler {sampler}"
         for sampler in SAMPLERS
@@ -474,6 +476,18 @@ WITHOUT_EFFECT = (
         "rft_rounds",
         lambda c: c.rft.rft_rounds > 0 and not c.grpo.use_grpo,
         "nothing is trained, so there is no rejection fine-tuning",
+    ),
+    Row(
+        "learned_beta",
+        lambda c: (
+            c.grpo.learned_beta > 0
+            and (
+                c.curriculum.curriculum != "sequential"
+                or not c.grpo.use_grpo
+                or len({*(c.curriculum.order or c.data.domains)}) == 1
+            )
+        ),
+        "has no effect, because no stage goes on from one of another domain",
     ),
     Row(
         "hub_model_id",

@@ -352,6 +352,13 @@ class GRPOSettings(Section):
     beta: NonNegativeFloat = field(0.0, "weight of the KL divergence (k3) to the reference")
     use_bias_correction_kl: bool = field(False, "multiply the KL term by the ratio (DeepSeek-V3.2)")
     reference_per_stage: bool = field(False, "each stage's initial policy is its reference")
+    learned_beta: NonNegativeFloat = field(
+        0.0, "weight of the KL divergence (k3) of learned domains from the end of their stage"
+    )
+    learned_beta_tasks: PositiveInt = field(16, "training tasks per learned domain for that")
+    movement_coef: NonNegativeFloat = field(
+        0.0, "weight of half the squared distance of the weights to those at the stage's start"
+    )
     epsilon: PositiveFloat = field(0.2, "lower clip of the ratio")
     epsilon_high: PositiveFloat | None = field(0.28, "upper clip; null: epsilon; cispo: the limit")
     delta: PositiveFloat | None = field(None, "bound of the ratio for negative advantages")

@@ -41,7 +41,7 @@ from pipeline.training.updater import Updater
 Success = dict[str, Any]  # success rates of a domain, family or branch in `results.json`
 MOST_K = 4  # the largest k of pass^k, as in tau-bench
 ATTEMPTS = 3  # maximum number of attempts at a trial whose environment fails
-# Of the episodes that the KL probe keeps.
+# Of the episodes that a KL probe keeps.
 KEPT = ("domain", "task_id", "trial", "prompt_ids", "completion_ids", "loss_mask", "logprobs")
 RATE_NAMES = {"mean": "success"} | {n: n for n in ("greedy", "reward", "greedy_reward")}
 
@@ -248,17 +248,22 @@ class KLProbe:
     At the end of a stage, the policy runs episodes of a few validation tasks of the stage's
     domains, which are kept in `kl_probe/`. Later validations estimate KL(policy at the end of the
     stage || current policy), per token, on the tokens that were sampled at the end of the stage.
+    One that `trains` has training tasks and the folder `learned/`; its episodes are for the loss.
     """
 
-    def __init__(self, folder: Path, config: Config, ranks: Ranks) -> None:
-        self._folder = folder / "kl_probe"
+    def __init__(self, folder: Path, config: Config, ranks: Ranks, *, trains: bool = False) -> None:
+        self._folder = folder / ("learned" if trains else "kl_probe")
         self._config = config
         self._ranks = ranks
+        self._trains = trains
         self.episodes: dict[str, list[Trajectory]] = {}  # by domain
         self.is_wanted = (
             min(config.evaluation.kl_probe_tasks, config.evaluation.validation_steps) > 0
             and not config.curriculum.is_separate  # an expert has no earlier domains
         )
+        if trains:
+            is_sequence = config.curriculum.curriculum == "sequential"
+            self.is_wanted = is_sequence and config.grpo.learned_beta > 0
 
     def keep(self, stage: Stage, tasks: Sequence[Task], rollout: Rollout) -> None:
         """Run one episode of each task at the stage's end; every rank keeps all episodes."""
@@ -274,13 +279,19 @@ class KLProbe:
         self._add(ordered)
 
     def load(self, stages: Sequence[Stage]) -> None:
+        """Read the episodes of stages; raises UserError if those of the loss cannot be read."""
         for stage in stages if self.is_wanted else ():
             path = self._folder / f"{stage.name}.json"
             try:
                 self._add(json.loads(path.read_text(encoding="utf-8")))
             except (OSError, ValueError, TypeError, LookupError, RecursionError):
+                state = "damaged" if path.is_file() else "gone"
+                if self._trains:
+                    raise UserError(
+                        f"learned_beta: {path} is {state}, whose episodes the loss needs; restore "
+                        "it, or start anew"
+                    ) from None
                 if self._ranks.is_main:
-                    state = "damaged" if path.is_file() else "gone"
                     say(f"warning: {path} is {state}, so there is no KL of {stage.name}")
 
     def _add(self, episodes: Sequence[dict[str, Any]]) -> None:

@@ -119,6 +119,8 @@ class Memory:
             have = self.have if self.has_gpu else memory_of_rank()
             cache = getattr(config.rollout, share) * have
             has_copy = not self.has_gpu
+        is_shared = grpo.beta > 0 and grpo.reference_per_stage
+        has_start = grpo.movement_coef > 0 and not is_shared
         terms = {
             "CUDA or Python, and libraries": CUDA if self.has_gpu else PROCESS,
             f"weights ({'fp32' if held == 4 else 'bf16'})": held * self.num_weights / cut,
@@ -129,6 +131,7 @@ class Memory:
             "moments of AdamW": 2 * trained / (1 if grpo.shard == "none" else ranks),
             "reference policy": trained * (grpo.beta > 0) / cut,
             "teachers": trained * num_teachers / cut,
+            "weights at the stage's start": trained * has_start / cut,
             "logits": max(sampled, chunk),
             CACHE: cache,
             ACTIVATIONS: kept * (WIDER if size < 4 else 1),

@@ -242,7 +242,8 @@ def alone(config: Config, parts: Parts) -> tuple[Learner, Ranks]:
 def new_updater(learner: Learner, ranks: Ranks, config: Config) -> Updater:
     module = learner.module_to_train()
     reference = Reference(module) if config.grpo.beta > 0 else None
-    return Updater(learner.accelerator, module, ranks, config, reference=reference)
+    start = Reference(module) if config.grpo.movement_coef > 0 else None
+    return Updater(learner.accelerator, module, ranks, config, reference=reference, start=start)
 
 
 def play_longest(learner: Learner, prompt: list[int], longest: int, size: int) -> list[Trajectory]:

@@ -176,6 +176,17 @@ def k3(logprobs: torch.Tensor, ref_logprobs: torch.Tensor) -> torch.Tensor:
     return difference.exp() - difference - 1
 
 
+def learned_loss(logprobs: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
+    """Return the KL term of kept episodes: the weighted sum over their N sampled tokens.
+
+    The tokens are draws of the policy at the end of an earlier stage, with `old_logprobs`, so k3
+    is of KL(that policy || current one). Its gradient is unbiased, and 0 while the two are equal.
+    CLEAR (Rolnick et al. 2019, arXiv 1811.11682, section 3) clones its old policy by this KL
+    divergence, over all actions.
+    """
+    return (k3(batch.old_logprobs, logprobs) * batch.weights).sum()
+
+
 def importance_ratios(logprobs: torch.Tensor, batch: MicroBatch, level: str) -> torch.Tensor:
     """Return the ratio exp(logprobs - old_logprobs) of each token, [N].
 

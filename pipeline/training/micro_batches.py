@@ -170,6 +170,7 @@ class MicroBatch:
     weights: torch.Tensor  # [N] float32, weight of each sampled token in the loss
     # [N], the trainer's log-probabilities before the step's first update; None: no correction
     trainer_logprobs: torch.Tensor | None = None
+    is_learned: bool = False  # kept episodes of learned domains; `old_logprobs` are those then
     tasks: list[str] = field(default_factory=list)  # domain/task_id of each sequence
 
     @property

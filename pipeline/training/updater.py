@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch.func import functional_call
@@ -40,6 +40,7 @@ from pipeline.training.grpo import (
     TokenStats,
     clipped_ratio,
     grpo_loss,
+    learned_loss,
     token_weights,
 )
 from pipeline.training.micro_batches import (
@@ -55,7 +56,14 @@ from pipeline.training.micro_batches import (
 from pipeline.training.token_logprobs import TokenLogprobs
 from pipeline.training.update_faults import find_suspects, smaller_budget
 
-Computed = tuple[MicroBatch, TokenStats]
+
+class LearnedStats(NamedTuple):
+    """The loss of a micro-batch of kept episodes, without gradient."""
+
+    loss: torch.Tensor
+
+
+Computed = tuple[MicroBatch, TokenStats | LearnedStats]
 Result = TypeVar("Result")
 
 
@@ -103,8 +111,9 @@ class Updater:
     """Trains the policy on trajectories.
 
     `accelerator` prepares `module` for training. `reference`, a Reference of `module`, is
-    required if `grpo.beta` is above 0. `loss` has the signature of `grpo_loss`. Weight decay leaves
-    out norms and biases unless `decays_vectors`. Every rank must make its Updater.
+    required if `grpo.beta` is above 0, and `start`, another or the same one with the weights at the
+    start of the stage, if `grpo.movement_coef` is. `loss` has the signature of `grpo_loss`. Weight
+    decay leaves out norms and biases unless `decays_vectors`. Every rank must make its Updater.
     """
 
     def __init__(
@@ -115,6 +124,7 @@ class Updater:
         config: Config,
         *,
         reference: Reference | None = None,
+        start: Reference | None = None,
         pad_id: int = 0,
         loss: Callable[..., tuple[torch.Tensor, TokenStats]] = grpo_loss,
         decays_vectors: bool = True,
@@ -122,6 +132,7 @@ class Updater:
         self.accelerator = accelerator
         self.ranks = ranks
         self.reference = reference
+        self.start = start
         self.loss = loss
         self.module = accelerator.prepare_model(module, evaluation_mode=True)  # without DDP
         self.model = module.model
@@ -200,14 +211,18 @@ class Updater:
         learning_rate: float,
         kept: Sequence[bool] | None = None,
         *,
+        learned: Sequence[Trajectory] = (),
         is_last: bool = True,
     ) -> dict[str, float]:
         """Do one optimizer step on all ranks' `trajectories`; return statistics over all ranks.
 
-        The step uses only episodes with True in `kept` (default: all episodes). `is_last` is False
-        if the next call is another update on the same episodes. All ranks skip a step whose loss or
-        gradient is not finite, and raise RuntimeError after more than `max_skipped_steps` of these
-        in a row. A rank raises RuntimeError if a single episode does not fit into its memory.
+        The step uses only episodes with True in `kept` (default: all episodes). `learned` has kept
+        episodes of learned domains, the same on all ranks: the loss gets `learned_beta` times their
+        mean KL divergence per token (see `learned_loss`), but not in a step without signal.
+        `is_last` is False if the next call is another update on the same episodes. All ranks skip a
+        step whose loss or gradient is not finite, and raise RuntimeError after more than
+        `max_skipped_steps` of these in a row. A rank raises RuntimeError if a single episode does
+        not fit into its memory.
         """
         kept = [True] * len(trajectories) if kept is None else kept
         lengths = [t.num_sampled_in_all * k for t, k in zip(trajectories, kept, strict=True)]
@@ -237,16 +252,19 @@ class Updater:
             lengths, self.settings.loss_type, num_sequences, num_tokens, self.limits.max_tokens
         )
         items = [(sequence, advantages[i], weights[i]) for i, sequence in trained]
+        num_learned = sum(trajectory.num_sampled_tokens for trajectory in learned)
+        anchors = [(t, 0.0, self.settings.learned_beta / num_learned) for t in learned]
         if self.deterministic:
             size = self.limits.num_generations
             groups = [list[Item]() for _ in lengths[::size]]
             for (i, _), item in zip(trained, items, strict=True):
                 groups[i // size].append(item)
-            done = self._backward_in_order(groups, num_tokens)
+            done = self._backward_in_order(groups, anchors, num_tokens)
         else:
             if self.balances:
                 items = rearranged(items, make_plan([row[2:] for row in everyone]), self.ranks)
-            done = self._accumulate(items, num_tokens)
+            mine = [anchors[index] for index in self.ranks.shard(len(anchors))]
+            done = self._accumulate(items, num_tokens, anchors=mine)
             self._all_reduce_gradients()
             if self.ranks.num_ranks > 1 and self.sharded is None:
                 self.ranks.bytes["gradients"] += sum(p.nbytes for p in self.parameters)
@@ -255,6 +273,8 @@ class Updater:
         sums, is_finite = self._step(done, learning_rate)
         if not is_finite:
             self._count_skipped(done)
+        if learned:
+            statistics["train/learned_kl"] = sums["learned_loss"] / self.settings.learned_beta
         return statistics | {"train/skipped": int(not is_finite), **self._means(sums, num_tokens)}
 
     def _counts(self, everyone: Sequence[Sequence[float]]) -> tuple[float, float]:
@@ -282,18 +302,25 @@ class Updater:
         self.optimizer.zero_grad(set_to_none=not in_buckets)
 
     def _backward_in_order(
-        self, groups: Sequence[Sequence[Item]], num_tokens: float
+        self, groups: Sequence[Sequence[Item]], anchors: Sequence[Item], num_tokens: float
     ) -> list[Computed]:
         """Sum the gradients of all groups, one group after the other, in the order of the groups.
 
+        The `anchors` of all ranks follow, in groups that the ranks take in turn.
         The order of the sum and the shapes of forward passes do not depend on the number of ranks.
         """
+        none: Sequence[Item] = []
+        own = [*groups, *[none] * (int(self.ranks.max(len(groups))) - len(groups))]
+        parts = [(group, none) for group in own]
+        size = self.limits.num_generations
+        for first in range(0, len(anchors), size * self.ranks.num_ranks):
+            start = first + size * self.ranks.rank
+            parts.append((none, anchors[start : start + size]))
         sizes = [parameter.numel() for parameter in self.parameters]
         total = self.parameters[0].new_zeros(sum(sizes))
         done = []
-        for index in range(int(self.ranks.max(len(groups)))):
-            group = groups[index] if index < len(groups) else []
-            done += self._accumulate(group, num_tokens, index)
+        for index, (group, learned) in enumerate(parts):
+            done += self._accumulate(group, num_tokens, index, anchors=learned)
             gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.parameters]
             mine = torch.cat([gradient.flatten() for gradient in gradients])
             self._zero_gradients()
@@ -304,9 +331,14 @@ class Updater:
         return done
 
     def _accumulate(
-        self, items: Sequence[Item], num_tokens: float, number: int = 0
+        self,
+        items: Sequence[Item],
+        num_tokens: float,
+        number: int = 0,
+        *,
+        anchors: Sequence[Item] = (),
     ) -> list[Computed]:
-        """Sum the gradients of all items, micro-batch by micro-batch.
+        """Sum the gradients of all items and `anchors`, micro-batch by micro-batch.
 
         If a micro-batch does not fit into memory, all gradients are computed again with smaller
         micro-batches; ranks of a sharded model agree on this. All gradients must be zero before the
@@ -317,7 +349,8 @@ class Updater:
             if known := self._trainer_logprobs.get(number):
                 batches = with_trainer_logprobs(batches, known)
             self._smaller_budget = None
-            of_reference = self._logprobs(self.reference, batches) if self.reference else None
+            of_reference = self._logprobs(self.reference, batches) if self.reference else []
+            batches += [replace(batch, is_learned=True) for batch in self._cut(anchors)]
             with held(self.sharded):
                 done = self._pass_through(
                     batches, partial(self._backward_one, num_tokens), of_reference
@@ -383,10 +416,11 @@ class Updater:
         self,
         batches: Sequence[MicroBatch],
         compute: Callable[[MicroBatch, Any], Result],
-        extra: Sequence[Any] | None = None,
+        extra: Sequence[Any] = (),
     ) -> list[Result]:
         """Return the results of `compute` of the micro-batches, each with its item of `extra`.
 
+        The last micro-batches may have none.
         If memory runs out, `_smaller_budget` is set, and the results are useless.
         """
         found = list[Result]()
@@ -396,7 +430,9 @@ class Updater:
                 if is_small:
                     compute(self._nothing, None)
                 else:
-                    found.append(compute(batch, extra[len(found)] if extra else None))
+                    found.append(
+                        compute(batch, extra[len(found)] if len(found) < len(extra) else None)
+                    )
             except (RuntimeError, MemoryError) as error:
                 if is_small or not rank_memory.is_out_of_memory(error):
                     raise
@@ -438,6 +474,10 @@ class Updater:
         self.ranks.alive()
         here = batch.to(self.accelerator.device)
         logprobs, entropy = self.module(here)
+        if batch.is_learned:
+            loss = learned_loss(logprobs, here)
+            self.accelerator.backward(loss)
+            return batch, LearnedStats(loss.detach())
         if self.corrects and batch.trainer_logprobs is None:  # the step's first update
             batch, here = (replace(b, trainer_logprobs=logprobs.detach()) for b in (batch, here))
         loss, stats = self.loss(logprobs, entropy, here, self.settings, num_tokens, ref_logprobs)
@@ -451,19 +491,28 @@ class Updater:
 
         Returns statistics over all ranks, and True if the optimizer step was done.
         """
+        squares = 0.0 if self.start is None else self._pull_to(self.start)
         with self.ranks.waiting("gradients"):  # on a GPU, `float()` waits for the all-reduce
             max_norm = self.settings.max_grad_norm
             norm = float(whole(self.accelerator.clip_grad_norm_(self.parameters, max_norm)))
         joined = [*JOINED, *(JOINED_RATIOS if self.corrects else [])]
         mine = dict[str, float]()
+        own = [stats for batch, stats in done if not batch.is_learned]
         for names, reduce, nothing in joined:
-            mine |= _over_batches(done, names, reduce, nothing)
+            mine |= _over_batches(own, names, reduce, nothing)
         mine |= {"grad_norm": norm, "budget": float(self.max_tokens_per_microbatch)}
+        mine["learned_loss"] = sum(float(stats.loss) for batch, stats in done if batch.is_learned)
+        mine["loss"] += mine["learned_loss"]
+        mine["movement"] = squares
         numbers = torch.tensor([*mine.values()], dtype=torch.float64)
         rows = torch.stack(self.ranks.all_gather_tensors(numbers))
         of_ranks = dict(zip(mine, rows.T, strict=True))
         self.max_tokens_per_microbatch = int(of_ranks["budget"].min())
+        joined.append((("learned_loss",), torch.sum, 0.0))
+        # Each rank has all weights, or a part of each.
+        joined.append((("movement",), torch.amax if self.sharded is None else torch.sum, 0.0))
         totals = {n: float(reduce(of_ranks[n])) for names, reduce, _ in joined for n in names}
+        totals["loss"] += self.settings.movement_coef / 2 * totals["movement"]
         is_finite = bool(torch.stack([of_ranks["loss"], of_ranks["grad_norm"]]).isfinite().all())
         if is_finite:
             for group in self.optimizer.param_groups:
@@ -473,10 +522,31 @@ class Updater:
         self._zero_gradients()
         return totals | {"grad_norm": norm}, is_finite
 
+    @torch.no_grad()
+    def _pull_to(self, start: Reference) -> float:
+        """Add the gradient of `movement_coef / 2` times the squared distance to `start`.
+
+        Returns the squared distance before the step; of sharded weights, this rank's part. This is
+        L2-SP (Li et al. 2018, arXiv 1802.01483, section 3.2), a part of the loss: the gradient is
+        clipped as a whole, and AdamW's moments have it too. Decoupled from them, as weight decay
+        is, it would be another method.
+        """
+        squares = []
+        for name, parameter in self.module.named_parameters():
+            if name in start.parameters:
+                distance = local(parameter) - local(start.parameters[name])
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+                local(parameter.grad).add_(distance, alpha=self.settings.movement_coef)
+                squares.append(distance.square().sum())
+        return float(torch.stack(squares).double().sum())
+
     def _means(self, sums: Mapping[str, float], num_tokens: float) -> dict[str, float]:
         means = {f"train/{name}": sums[name] for name in ("grad_norm", "loss", "policy_loss")}
         if self.reference is not None:
             means["train/kl"] = sums["kl"] / num_tokens
+        if self.start is not None:
+            means["train/movement"] = sums["movement"] ** 0.5
         means["train/entropy"] = sums["entropy"] / num_tokens
         means["train/clip_ratio"] = sums["clipped"] / num_tokens
         if FORMULAS[self.settings.loss_type].terms is clipped_ratio:
@@ -518,7 +588,7 @@ class Updater:
 
 
 def _over_batches(
-    done: Sequence[Computed],
+    done: Sequence[TokenStats | LearnedStats],
     names: Sequence[str],
     reduce: Callable[..., torch.Tensor],
     nothing: float,
@@ -526,7 +596,7 @@ def _over_batches(
     """Return statistics over this rank's micro-batches by name, or `nothing` without any."""
     if not done:
         return dict.fromkeys(names, nothing)
-    rows = [torch.stack([getattr(stats, name) for name in names]) for _, stats in done]
+    rows = [torch.stack([getattr(stats, name) for name in names]) for stats in done]
     found = reduce(torch.stack(rows).double(), 0)
     return dict(zip(names, found.tolist(), strict=True))
 

@@ -152,6 +152,9 @@ class Cell:
     adapters: bool = False  # of LoRA, which alone are trained
     recomputes: bool = False  # layers in the backward pass
     taught: bool = False  # by a teacher of each domain, in place of the advantages
+    learned_beta: float = 0.0
+    movement_coef: float = 0.0  # to the reference
+    deterministic: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -229,8 +232,11 @@ def update(cell: Cell, accelerator: Any, ranks: Ranks) -> Outcome:
                 "weight_decay": 0.01,
                 "balance_ranks": cell.layout == "balanced",
                 "shard": cell.shard,
+                "learned_beta": cell.learned_beta,
+                "movement_coef": cell.movement_coef,
             },
             "rollout": {"num_generations": GROUP},
+            "run": {"deterministic": cell.deterministic},
         }
     )
     model = model_of(cell)
@@ -249,6 +255,8 @@ def update(cell: Cell, accelerator: Any, ranks: Ranks) -> Outcome:
     for name, parameter in other.named_parameters():
         if parameter.requires_grad:
             fill(updater.reference.parameters[name], parameter.detach())
+    if cell.movement_coef:
+        updater.start = updater.reference
     gradients: list[np.ndarray[Any, Any]] = []
 
     def keep(*_: Any) -> None:
@@ -259,7 +267,10 @@ def update(cell: Cell, accelerator: Any, ranks: Ranks) -> Outcome:
     mine = share(len(rows) // GROUP, ranks.rank, ranks.num_ranks, cell.spread)
     metrics = taught(cell, rows, mine, updater, ranks, config) if cell.taught else {}
     statistics = metrics | updater.update_policy(
-        [rows[i] for i in mine], [advantages[i] for i in mine], learning_rate=1e-3
+        [rows[i] for i in mine],
+        [advantages[i] for i in mine],
+        learning_rate=1e-3,
+        learned=make_episodes(11)[0] if cell.learned_beta else [],
     )
     named = [(name, whole(p.detach())) for name, p in model.named_parameters()]
     digests = ranks.all_gather_objects(parameter_hash(named), "digests")

@@ -44,6 +44,11 @@ from scripts.proofs.grid import (
 from scripts.proofs.runs import play_run
 
 COUNTS = (1, 2, 4, 8)
+# Layout, shard and deterministic of the updates with remedies against forgetting.
+REMEDIES = (
+    *(("padded", "none", False), ("balanced", "optimizer", False), ("token-budget", "full", False)),
+    ("shared", "none", True),
+)
 RUN = ["--eval-tasks-per-domain", "8", "--eval-trials", "1", "--validation-steps", "0"]
 RUN += ["--save-steps", "0"]
 
@@ -135,6 +140,37 @@ def losses() -> Iterator[Row]:
     on = f"2 ranks, {len(kinds)} losses"
     worst = max(difference(b.gradient, a.gradient) for b, a in pairs)
     yield Row("every loss, float64: gradient", on, worst, 1e-12)
+    yield from remedies([1, 2, 3])
+
+
+def remedies(rank_counts: list[int]) -> Iterator[Row]:
+    """Remedies against forgetting that are terms of the loss."""
+    for name, learned_beta, movement_coef in (("learned_beta", 5.0, 0.0), ("movement", 0.0, 0.1)):
+        cells = [
+            Cell(
+                num_ranks=n,
+                layout=layout,
+                shard=shard,
+                deterministic=exact,
+                learned_beta=learned_beta,
+                movement_coef=movement_coef,
+            )
+            for n in rank_counts
+            for layout, shard, exact in REMEDIES
+        ]
+        found = play_updates([*cells, Cell()])
+        plain, first = found[Cell()], found[cells[0]]
+        on = f"{listed(rank_counts)} ranks, {len(cells)} updates"
+        worst = max(difference(found[cell].gradient, first.gradient) for cell in cells)
+        yield Row(f"{name}, float64: gradient", on, worst, 1e-12)
+        least = difference(first.gradient, plain.gradient)
+        yield Row(f"{name}: change of the gradient", "1 rank", least, 0.01, least=True)
+        exact = {found[cell].parameters.tobytes() for cell in cells if cell.deterministic}
+        yield Row(f"{name}: other parameters", "deterministic, all ranks", len(exact) - 1, 0)
+        metrics = "train/learned_kl" if learned_beta else "train/movement"
+        values = [found[cell].statistics[metrics] for cell in cells]
+        gap = max(abs(value / values[0] - 1) for value in values)
+        yield Row(f"{name}: {metrics}", on, gap, 1e-6)
 
 
 def distillation(rank_counts: list[int]) -> Iterator[Row]:

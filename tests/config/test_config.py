@@ -526,6 +526,16 @@ def test_what_only_experts_or_only_a_sequence_use_is_told():
     ]
 
 
+def test_a_term_for_learned_domains_without_any_is_a_line():
+    name = "learned_beta: has no effect, because no stage goes on from one of another domain"
+    weight = ["--learned-beta", "0.1"]
+    assert without_effect(parse(weight)) == []
+    for flags in (["--curriculum=mixed"], ["--curriculum=separate"], ["--domains=retail"]):
+        assert without_effect(parse([*weight, *flags])) == [name]
+    (line,) = without_effect(parse(["--learned-beta-tasks", "4"]))
+    assert line == "learned_beta_tasks: has no effect without learned_beta"
+
+
 def test_every_row_of_the_rules_is_of_a_setting_and_can_be_told():
     names = {name for _, name in SETTINGS}
     for row in (*CONTRADICTIONS, *WITHOUT_EFFECT):

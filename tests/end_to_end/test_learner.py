@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import io
+import json
 import os
 import shutil
 
@@ -147,10 +148,16 @@ def play_run(folder, *flags):
 # Flags of runs, and the checkpoints with which a copy goes on from the last of them.
 RUNS = {
     "adapters": (
-        ["--use-peft", "--reference-per-stage", "--warm-start-steps", "2"],
+        [
+            *("--use-peft", "--reference-per-stage", "--warm-start-steps", "2"),
+            *("--learned-beta", "0.5", "--learned-beta-tasks", "3", "--movement-coef", "0.1"),
+        ],
         ["warm-start", "stage-1-airline", "step-000003"],
     ),
-    "fresh": (["--warm-start-steps", "0", "--max-steps", "2"], ["stage-1-airline"]),
+    "fresh": (
+        ["--warm-start-steps", "0", "--movement-coef", "0.05"],
+        ["stage-1-airline", "step-000003"],
+    ),
     "on": (
         [
             *("--use-peft", "--warm-start-steps", "0", "--max-steps", "2"),
@@ -209,10 +216,24 @@ def test_a_resumed_run_ends_bit_by_bit_as_the_undisturbed_with_its_reference(pla
 
 def test_a_reference_is_that_of_its_stage_or_stays_the_model_as_it_came(played):
     where, references, _ = played
-    for name, grows in (("adapters", [False, True] * 2), ("fresh", [False, True]), ("on", [0, 1])):
+    for name, grows in (("adapters", [False, True] * 2), ("fresh", [0, 1, 1, 1]), ("on", [0, 1])):
         assert [record["train/kl"] > 0 for record in metrics(where / name)] == grows
     fresh = TokenLogprobs(tiny_model(tokenizer(), 1), 1.0)
     assert references["fresh"] == parameter_hash(fresh.named_parameters())
+
+
+def test_a_later_stage_keeps_to_the_policy_at_the_end_of_the_stage_before(played):
+    where, *_ = played
+    first, second, *later = metrics(where / "adapters")
+    assert "train/learned_kl" not in first | second
+    at_first, then = (record["train/learned_kl"] for record in later)
+    assert at_first < 1e-9 < then
+    kept = json.loads((where / "adapters" / "learned" / "airline.json").read_text())
+    assert [(episode["domain"], len(episode)) for episode in kept] == [("airline", 7)] * 3
+    assert "train/learned_kl" not in metrics(where / "fresh")[-1]
+    for name in ("adapters", "fresh"):
+        assert [record["train/movement"] > 0 for record in metrics(where / name)] == [0, 1] * 2
+    assert "train/movement" not in metrics(where / "on")[-1]
 
 
 def test_a_resume_with_another_kind_of_training_is_refused_in_one_line(played):
