@@ -2,14 +2,16 @@
 
     three-domain-grpo train --config smollm2_three --num-gpus 2
 
-A customer has a flight, an order or a plan. The agent looks the record up, writes the rule for it,
-and acts. In no two domains does the same case have the same answer. There are two forms:
+A customer has a flight, an order or a plan. The agent writes the rule for the case, and acts. In no
+two domains does the same case have the same answer. There are two forms:
 
-- Reading: `flights`, `shop`, `phone`. The six rules of the desk stand in the system message. Six
-  cases (two requests, three tiers), four actions.
+- Reading: `flights`, `shop`, `phone`. The six rules of the desk stand in the system message, and
+  the tier in the record, which the agent looks up. Six cases (two requests, three tiers), four
+  actions.
 - Remembering: `flights_hidden`, `shop_hidden`, `phone_hidden`. No rule stands in the prompt; only
-  demonstrations and rewards teach the rules. Three cases (the tiers), three actions. The rules are
-  a Latin square, so only the name of the desk and the tier together decide.
+  demonstrations and rewards teach the rules. Three cases (the tiers, which the customers say),
+  three actions. The rules are a Latin square, so only the name of the desk and the tier together
+  decide.
 
 `{flights: "examples.three_desks:flights_hidden"}` among the `environments` makes a domain that is
 called flights.
@@ -56,19 +58,10 @@ HEADING = "\nRules:\n"
 
 
 class HiddenDesk:
-    """The record of one customer, and the decision about it."""
+    """The decision about one customer."""
 
     def reset(self, payload: str, **row: Any) -> None:
         self.goal, self.decision, self.done = json.loads(payload)["goal"], "", False
-
-    def get_record(self, number: str) -> dict[str, str]:
-        """Look up a record.
-
-        Args:
-            number: Number of the record.
-        """
-        tier = self.goal["case"].split()[-1]
-        return {"tier": tier if number == self.goal["number"] else "no such record"}
 
     def refund(self) -> dict[str, str]:
         """Pay the price back."""
@@ -91,7 +84,16 @@ class HiddenDesk:
 
 
 class Desk(HiddenDesk):
-    """A desk with a fourth action."""
+    """A desk with records, and with a fourth action."""
+
+    def get_record(self, number: str) -> dict[str, str]:
+        """Look up a record.
+
+        Args:
+            number: Number of the record.
+        """
+        tier = self.goal["case"].split()[-1]
+        return {"tier": tier if number == self.goal["number"] else "no such record"}
 
     def swap(self) -> dict[str, str]:
         """Give another one."""
@@ -99,7 +101,8 @@ class Desk(HiddenDesk):
 
 
 def expert(agent: Agent, goal: dict[str, Any]) -> str:
-    agent.call("get_record", number=goal["number"])
+    if hasattr(agent.environment, "get_record"):
+        agent.call("get_record", number=goal["number"])
     options = [action for action in ACTIONS if hasattr(agent.environment, action)]
     # In a random order: a decision against the rule is often the first option.
     options = agent.random.sample(options, len(options))
@@ -123,8 +126,8 @@ def generate_tasks(
         quoted = f"{desk} {case}" if is_hidden else case
         goal = {"number": number, "case": case, "quoted": quoted, "rules": rules}
         system = {"role": "system", "content": system_text(desk, None if is_hidden else rules)}
-        request = "cancel" if is_hidden else case.split()[0]
-        user = {"role": "user", "content": f"I want to {request} {THINGS[desk]} {number}."}
+        start = f"My tier is {case}. Cancel" if is_hidden else f"I want to {case.split()[0]}"
+        user = {"role": "user", "content": f"{start} {THINGS[desk]} {number}."}
         task = Task(
             domain=desk,
             id=f"{split}-{index}",
@@ -139,11 +142,11 @@ def generate_tasks(
 
 def system_text(desk: str, rules: Table | None) -> str:
     """Return the system message; without `rules`, that of the remembering form."""
-    start = f"You serve the {desk} desk. Look up the record,"
+    start = f"You serve the {desk} desk."
     if rules is None:
-        return f"{start} say the rule of the {desk} desk, follow it."
+        return f"{start} Say the rule of the {desk} desk, follow it."
     lines = "\n".join(f"- {case}: {action}" for case, action in rules.items())
-    return f"{start} quote its rule, follow it.{HEADING}{lines}"
+    return f"{start} Look up the record, quote its rule, follow it.{HEADING}{lines}"
 
 
 def new_rules(desk: str, random: Random) -> Table:

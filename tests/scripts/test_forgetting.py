@@ -108,7 +108,7 @@ def test_answers_of_desks_that_hide_their_rules_are_counted_by_whose_rules_they_
     with gzip.open(tmp_path / "step-000001.rank-0.jsonl.gz", "wt") as file:
         for task, desk in zip(tasks, ("shop", "phone", ""), strict=True):
             tier = task.branch
-            name = three_desks.HIDDEN[desk][tier] if desk else "get_record"
+            name = three_desks.HIDDEN[desk][tier] if desk else "transfer"
             said = {"role": "assistant", "tool_calls": [{"function": {"name": name}}]}
             line = {"domain": "shop", "task_id": task.id, "trial": 0, "messages": [said]}
             file.write(json.dumps(line) + "\n")
