@@ -1,11 +1,13 @@
 """The examples of own domains: short, trained by their own commands, refused if not shown."""
 
 import json
+import time
 from collections.abc import Sequence
-from contextlib import chdir
+from contextlib import chdir, suppress
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from pipeline.run import main
@@ -44,7 +46,11 @@ def test_examples_are_trained_by_the_commands_of_their_docstrings(
 
     def started(words: Sequence[str], folder: Path, log: Path) -> Any:
         if words[1] != RUN:
-            return cold(words, folder, log)
+            process = cold(words, folder, log)
+            with suppress(psutil.Error):  # it has ended, and is no service
+                while not psutil.Process(process.pid).net_connections():
+                    time.sleep(0.05)
+            return process
         with log.open("ab") as file, chdir(folder):
             return WarmLauncher(words, stdout=file, end=without_report)
 
