@@ -12,7 +12,7 @@ reverse KL divergence of the next token (Agarwal et al. 2024, GKD, arXiv 2306.13
 the divergence of later tokens, which MiniLLM adds, does not count. With a teacher for each domain,
 the method is MOPD (MiMo-V2-Flash, 2026, arXiv 2601.02780; Ma et al. 2026, arXiv 2606.30406).
 
-Rewards take no part, so groups with equal rewards teach, too.
+Rewards take no part, so groups with equal rewards teach, too. The loss has no entropy bonus.
 """
 
 from collections.abc import Mapping
