@@ -64,6 +64,7 @@ def test_killed_between_experts_and_around_the_merge_two_ranks_end_as_one(
     assert_same(tmp_path / "out", on_one_rank)
 
 
+@pytest.mark.proof
 def test_the_same_experts_can_be_merged_otherwise(on_one_rank: Path, tmp_path: Path) -> None:
     shutil.copytree(on_one_rank, tmp_path / "out")
     at = ["--resume-from-checkpoint", "stage-2-retail", "--override"]
