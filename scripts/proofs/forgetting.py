@@ -5,16 +5,16 @@
 
 The first command trains the tiny model on airline, retail and telecom; the second trains a real
 model (FOLDER: SmolLM2-135M-Instruct) on three desks whose rules it must remember, or, with
-`--reading`, on desks whose rules stand in the prompt. Runs are
-sequential training in two orders, mixed training, and the remedies. They have equally many
-episodes, and the runs of a seed share one warm start. Evaluations use held-out tasks.
+`--reading`, on desks whose rules stand in the prompt. Runs are sequential training in two orders,
+mixed training, and the remedies. They have equally many episodes, and the runs of a seed share one
+warm start. Evaluations use held-out tasks.
 
 Each number is a mean over seeds in points (hundredths of the success rate), with a 95 % interval
 from a bootstrap over tasks, which is paired if two runs are compared. The brackets hold the number
-of each seed. Bold numbers exclude 0 in a bootstrap over tasks and seeds. After a run, its stage
-checkpoints are measured (KL divergences) and removed. Finished runs are not repeated, so rows and
-seeds can be added later. `--quick` uses few steps and tasks, only to test the script. Flags after
-`--` are passed to every run.
+of each seed. Bold numbers exclude 0 in a bootstrap over tasks and seeds, three at least. After a
+run, its stage checkpoints are measured (KL divergences) and removed. Finished runs are not
+repeated, so rows and seeds can be added later. `--quick` uses few steps and tasks, only to test
+the script. Flags after `--` are passed to every run.
 """
 
 from __future__ import annotations
@@ -55,6 +55,7 @@ Runs = list[dict[str, Any]]
 SEQUENCE = "sequence"
 MIXED = "mixed"
 RFT = "rft"
+REPLAY = "replay"
 RELEARN = "relearn"
 RFT_ROUNDS = 4  # of each stage
 REVERSED = "reversed"  # stands for the domains in reversed order
@@ -62,8 +63,10 @@ ROWS: dict[str, dict[str, Any]] = {
     SEQUENCE: {},
     "reverse": {"order": REVERSED},
     MIXED: sweep.MIXED,
-    "replay": {"replay": 0.3},
+    REPLAY: {"replay": 0.3},
     "kl_new": {"beta": 0.05, "reference_per_stage": "true"},
+    "kl_old": {"learned_beta": 0.1},
+    "movement": {"movement_coef": 0.1},
     "task_arithmetic": {"curriculum": "separate", "merge_method": "task_arithmetic"},
     "ties": {"curriculum": "separate", "merge_method": "ties"},
     "distillation": {"curriculum": "separate", "merge_method": "distillation"},
@@ -74,8 +77,10 @@ WORDS = {
     SEQUENCE: "in sequence, no remedy",
     "reverse": "in sequence, reversed order",
     MIXED: "mixed",
-    "replay": "replay 0.3",
+    REPLAY: "replay 0.3",
     "kl_new": "KL on the new prompts (beta 0.05)",
+    "kl_old": "KL on old prompts (learned_beta 0.1)",
+    "movement": "penalty on movement (movement_coef 0.1)",
     "task_arithmetic": "experts, merged by task arithmetic",
     "ties": "experts, merged by TIES",
     "distillation": "experts, distilled on-policy",
@@ -98,10 +103,18 @@ COLUMNS = {
     "forward_transfer": "forward transfer",
     "forgetting": "forgetting",
 }
+KLS = {
+    "spearman_old": "KL on old domains (ranks)",
+    "spearman_new": "KL on the new domain (ranks)",
+    "spearman_old_minus_new": "difference of the two",
+    "pearson_old": "logarithm of KL on old domains",
+    "pearson_new": "logarithm of KL on the new domain",
+}
 LEARNED = {
     "learn": "steps to learn the first domain",
     "relearn": "steps to learn it again, after the others",
 }
+LEAST_SEEDS = 3  # of a bold number
 TESTED = ("backward_transfer", "forward_transfer")  # metrics that are tested against zero
 
 
@@ -379,14 +392,23 @@ def report(found: Mapping[str, Runs]) -> str:
     parts.append(costs(found))
     if any(run["answers"] for of in found.values() for run in of):
         parts.append(answers(found))
-    dots = [run["dots"] for of in found.values() for run in of if "dots" in run]
-    if len(dots) > 2:
-        rows = [
-            [key, f"{value:+.2f} ({low:+.2f} to {high:+.2f})"]
-            for key, (value, low, high) in correlations(dots).items()
+    columns = {}
+    for without in ((), (REPLAY,)):
+        dots = [
+            r["dots"] for n, of in found.items() for r in of if "dots" in r and n not in without
         ]
-        what = f"of {sum(map(len, dots))} later stages of {len(dots)} runs"
-        parts.append(markdown([f"correlation with points forgotten, {what}", "value"], rows))
+        if len(dots) > 2:
+            what = f"{'without replay' if without else 'all'}: {sum(map(len, dots))} stages"
+            columns[f"{what} of {len(dots)} runs"] = correlations(dots)
+    if columns:
+        rows = [
+            [
+                KLS[key],
+                *("{:+.2f} ({:+.2f} to {:+.2f})".format(*of[key]) for of in columns.values()),
+            ]
+            for key in KLS
+        ]
+        parts.append(markdown(["correlation of points forgotten with", *columns], rows))
     if RELEARN in found:
         rows = [
             [str(run["seed"]), *(str(run["relearn"][key] or "never") for key in LEARNED)]
@@ -493,6 +515,7 @@ def points(metric: str, found: Numbers, seeds: Sequence[Numbers], tested: Number
     value, low, high = (f"{100 * (x or 0):{sign}.1f}" for x in found[metric])
     each = ", ".join(f"{round(100 * (of[metric][0] or 0)):{sign}d}" for of in seeds)
     text = f"{value} ({low} to {high}) [{each}]"
+    tested = tested if len(seeds) >= LEAST_SEEDS else None
     _, least, most = tested[metric] if tested else (0, 0, 0)
     return f"**{text}**" if (least or 0) > 0 or (most or 0) < 0 else text
 

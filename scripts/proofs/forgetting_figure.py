@@ -11,6 +11,7 @@ import matplotlib
 matplotlib.use("Agg")
 
 import matplotlib.pyplot as plt
+from matplotlib.ticker import FuncFormatter, NullFormatter
 
 from scripts.proofs.forgetting_measures import correlations
 
@@ -36,13 +37,16 @@ def draw(raw: Mapping[str, Any], path: Path, words: Mapping[str, str]) -> None:
         n for n in words if any("dots" in run for m in models for run in raw[m]["rows"].get(n, ()))
     ]
     styles = {n: (COLOURS[i], MARKERS[i]) for i, n in enumerate(names)}
-    size = (9, 3.4 * len(models) + 0.9)
-    figure, rows = plt.subplots(len(models), 2, figsize=size, sharey="row", squeeze=False)
+    size = (9, 3.5 * len(models) + 0.25 * -(-len(names) // 2))
+    figure, rows = plt.subplots(
+        len(models), 2, figsize=size, sharex="row", sharey="row", squeeze=False
+    )
     handles = dict[str, Any]()
     for axes_of_model, model in zip(rows, models, strict=True):
         of_model = raw[model]["rows"]
-        runs = [run["dots"] for of in of_model.values() for run in of if "dots" in run]
-        found = correlations(runs)
+        found = correlations(
+            [r["dots"] for n, of in of_model.items() for r in of if "dots" in r and n != "replay"]
+        )
         for axes, (key, title) in zip(axes_of_model, PANELS.items(), strict=True):
             for name in names:
                 dots = [dot for run in of_model.get(name, ()) for dot in run.get("dots", ())]
@@ -62,15 +66,18 @@ def draw(raw: Mapping[str, Any], path: Path, words: Mapping[str, str]) -> None:
             value, low, high = found[f"spearman_{key.removeprefix('kl_')}"]
             axes.axhline(0, color="black", linewidth=0.8)
             axes.set_xscale("log")
+            axes.xaxis.set_minor_formatter(NullFormatter())
+            axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
             axes.set_xlabel(f"{title}, nats per token")
-            text = f"{MODELS[model]}\nSpearman {value:+.2f} ({low:+.2f} to {high:+.2f})"
+            text = f"{MODELS[model]}\nwithout replay: rank correlation"
+            text += f" {value:+.2f} ({low:+.2f} to {high:+.2f})"
             axes.set_title(text, fontsize="medium")
             axes.grid(alpha=0.3)
             axes.spines[["top", "right"]].set_visible(False)
         axes_of_model[0].set_ylabel("points forgotten in the stage")
     figure.legend(
-        handles.values(), handles, loc="lower center", ncols=3, frameon=False, fontsize="medium"
+        handles.values(), handles, loc="lower center", ncols=2, frameon=False, fontsize="medium"
     )
-    figure.tight_layout(rect=(0, 0.9 / size[1] * 0.85, 1, 1))
+    figure.tight_layout(rect=(0, 0.25 * -(-len(names) // 2) / size[1], 1, 1))
     figure.savefig(path, dpi=110)
     plt.close(figure)

@@ -129,11 +129,13 @@ def test_runs_of_one_domain_after_the_other_are_reported_as_stages_of_one_run(tm
     assert forgetting.matrix_of(found) == [[0.1, 0.2], [0.8, 0.3], [0.5, 0.9]]
 
 
-def test_points_are_bold_if_the_interval_over_seeds_excludes_zero():
+def test_points_are_bold_if_the_interval_over_three_seeds_excludes_zero():
     found = {"backward_transfer": [-0.05, -0.08, -0.02]}
     text = forgetting.points("backward_transfer", found, [found], None)
     assert text == "-5.0 (-8.0 to -2.0) [-5]"
-    assert forgetting.points("backward_transfer", found, [found], found) == f"**{text}**"
+    assert forgetting.points("backward_transfer", found, [found], found) == text
+    bold = forgetting.points("backward_transfer", found, [found] * 3, found)
+    assert bold == "**-5.0 (-8.0 to -2.0) [-5, -5, -5]**"
     assert forgetting.points("forgetting", found, [found], found) == "-"
 
 
