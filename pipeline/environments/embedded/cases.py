@@ -279,14 +279,18 @@ def baselines_of(
 ) -> Callable[[Task], dict[str, list[Call | str]]]:
     """Return a domain's `baselines`: look up, then serve the commonest case of a family."""
     commonest = {
-        family.name: max(family.branches.values(), key=lambda branch: branch.share).choice
+        (level, family.name): family.branches[max(shares, key=lambda name: shares[name])].choice
+        for level in DIFFICULTIES
         for family in families
+        for shares in [shares_of(family, level)]
     }
 
     def baselines(task: Task) -> dict[str, list[Call | str]]:
         world = environment()
         world.reset(**task.row())
-        agent = Blind(world, Random(0), choice=commonest[task.family])
+        # The id of a generated task has its difficulty.
+        level = next((level for level in DIFFICULTIES if f"-{level}-" in task.id), "medium")
+        agent = Blind(world, Random(0), choice=commonest[level, task.family])
         final = world._expert(agent, json.loads(task.payload)["goal"])
         moves = list[Call | str]()
         for message in agent.messages:
