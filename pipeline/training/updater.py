@@ -527,7 +527,7 @@ class Updater:
         """Add the gradient of `movement_coef / 2` times the squared distance to `start`.
 
         Returns the squared distance before the step; of sharded weights, this rank's part. This is
-        L2-SP (Li et al. 2018, arXiv 1802.01483, section 3.2), a part of the loss: the gradient is
+        L2-SP (Li et al. 2018, arXiv 1802.01483, section 3), a part of the loss: the gradient is
         clipped as a whole, and AdamW's moments have it too. Decoupled from them, as weight decay
         is, it would be another method.
         """
