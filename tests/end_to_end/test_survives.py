@@ -1,15 +1,20 @@
 """Whole runs that are interrupted, killed or damaged: they end as undisturbed ones do."""
 
+import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
 from contextlib import chdir
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
+from pipeline.run_state import Run, open_run
 from scripts.proofs.runs import without_report
 from tests.support import ROOT
 from tests.support.installed import environment
@@ -91,25 +96,24 @@ def test_sigterm_in_the_warm_start_and_later_leaves_no_trace_in_what_auto_ends(
     assert_undisturbed(tmp_path / "out", undisturbed)
 
 
+def die(run: Run, name: str, _: Any) -> None:
+    if (name, run.state.step, run.ranks.rank) == ("airline", 2, 1):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
 def test_ranks_that_a_launcher_starts_again_go_on_in_their_folder(
     undisturbed: Path, tmp_path: Path
 ) -> None:
     """Without a person and without an output folder."""
-    for again in ("0", "1"):
+    dying = {"open_run": partial(open_run, on_batch=die)}
+    for again, hooks, codes in (("0", dying, [1, -9]), ("1", {}, [0, 0])):
         told = {"TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_RESTART_COUNT": again}
         with chdir(tmp_path):
-            ranks = warm_ranks(2, FLAGS, told, end=without_report)
-        if again == "0":
-            while not (found := list(tmp_path.glob("runs/*"))):
-                assert ranks[0].process.is_alive()
-                time.sleep(0.05)
-            wait_for(found[0], '"kind": "train", "stage": "airline", "step": 2')
-            ranks[1].process.kill()
-            assert [rank.wait() for rank in ranks] == [1, -9], ranks[0].stderr
-    assert [rank.wait() for rank in ranks] == [0, 0], ranks[0].stderr
-    assert "resuming from step-00000" in ranks[0].stdout
-    assert list(tmp_path.glob("runs/*")) == found
-    assert_undisturbed(found[0], undisturbed)
+            ranks = warm_ranks(2, FLAGS, told, end=without_report, **hooks)
+        assert [rank.wait() for rank in ranks] == codes, ranks[0].stderr
+    assert "resuming from step-000001: 1 step" in ranks[0].stdout
+    (found,) = tmp_path.glob("runs/*")
+    assert_undisturbed(found, undisturbed)
 
 
 @pytest.mark.proof
