@@ -152,7 +152,7 @@ def run_flags(model: str) -> list[str]:
     settings = (run_of_checkpoint(model) or Path(model)) / RUN_SETTINGS
     if not os.path.isfile(settings):
         return ["--config", "evaluate_only"]
-    values = {"use_grpo": False, "warm_start_steps": 0, "rft_rounds": 0}
+    values = {"use_grpo": False, "warm_start_steps": 0, "rft_rounds": 0, "eval_on_start": True}
     values |= dict.fromkeys(ANEW) | {f"agent_{name}": value for name, value in AgentSettings()}
     return ["--config", str(settings), *flags_of(values)]
 

@@ -129,6 +129,7 @@ def test_an_evaluation_takes_the_settings_of_the_run(tmp_path):
     settings.write_text(
         "recipe: mine\ndata: {domains: [retail]}\nrun: {output_dir: x, num_gpus: 8}\n"
         "agent: {url: http://host/v1, model: big, max_calls: 9, temperature: 1}\n"
+        "evaluation: {eval_on_start: false}\n"
     )
     (tmp_path / "checkpoints" / "step-000002").mkdir(parents=True)
     for model in (tmp_path, tmp_path / "checkpoints" / "step-000002"):
@@ -136,4 +137,5 @@ def test_an_evaluation_takes_the_settings_of_the_run(tmp_path):
         assert config.agent == AgentSettings()
     assert (config.recipe, config.data.domains) == ("mine", ["retail"])
     assert (config.run.output_dir, config.run.num_gpus, config.grpo.use_grpo) == (None, None, False)
+    assert config.evaluation.eval_on_start
     assert run_flags("org/model") == ["--config", "evaluate_only"]
