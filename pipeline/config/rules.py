@@ -277,7 +277,7 @@ def _curriculum(config: Config) -> Verdicts:
     )
     names = curriculum.order or config.data.domains
     yield (
-        curriculum.is_separate and len(names) < 2,
+        curriculum.is_separate and config.grpo.use_grpo and len(names) < 2,
         f"curriculum: got separate for {','.join(names)} alone, so nothing can be merged; give "
         "more domains, or sequential",
     )
@@ -351,7 +351,15 @@ CONTRADICTIONS = (
         "merge_method",
         lambda c: c.curriculum.is_separate and c.model.use_peft and MERGE in c.stage_names,
         "got {curriculum.merge_method} with use_peft: the sum of experts' products B A has a "
-        "higher rank than one adapter holds; train all weights",
+        "higher rank than one adapter holds; train all weights, or give distillation",
+    ),
+    Row(
+        "importance_sampling_level",
+        lambda c: (
+            c.curriculum.last_stage == DISTILL and c.grpo.importance_sampling_level != "token"
+        ),
+        "got {grpo.importance_sampling_level} with merge_method distillation, whose tokens have "
+        "advantages of their own; give token",
     ),
     Row(
         "keep_best",
@@ -483,7 +491,6 @@ WITHOUT_EFFECT = (
             c.grpo.learned_beta > 0
             and (
                 c.curriculum.curriculum != "sequential"
-                or not c.grpo.use_grpo
                 or len({*(c.curriculum.order or c.data.domains)}) == 1
             )
         ),

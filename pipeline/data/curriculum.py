@@ -61,7 +61,7 @@ def make_stages(config: Config, num_tasks: Mapping[str, int]) -> list[Stage]:
     if curriculum.is_separate:
         is_taught = curriculum.last_stage == DISTILL
         last = mixed(config)[0] if is_taught else Shares((), {})
-        parts.append((last, config.data.difficulty))
+        parts.append((last, difficulties[-1]))
     names = config.stage_names
     num_steps = _steps(config, [shares.own for shares, _ in parts])
     stages: list[Stage] = []
@@ -163,6 +163,10 @@ def _steps(config: Config, owns: Sequence[tuple[str, ...]]) -> list[int]:
     for name, own in rest.items():  # A stage with one domain may get the domain's weight.
         weights.append(known.get(name, known.get(own[0] if len(own) == 1 else "", 1.0)))
     steps |= dict(zip(rest, split(max_steps - total, weights), strict=True))
+    idle = [name for name in names if not steps[name] and name != MERGE]
+    if curriculum.is_separate and max_steps and idle:
+        why = "a merge needs trained experts, and distillation steps of its own"
+        raise UserError(f"max_steps: got {max_steps}, so stage {idle[0]} has no step; {why}")
     return [steps[name] for name in names]
 
 

@@ -5,7 +5,8 @@ GRPO's loss is used, but each sampled token has an advantage of its own:
 
     advantage = teacher_logprob - old_logprob
 
-`old_logprob` is the sampler's log-probability, as in `grpo.py`. At the first update of a step, the
+`old_logprob` is the log-probability of the policy at the start of the step: the sampler's, as in
+`grpo.py`, or the trainer's, where the loss corrects an inexact sampler. At the first update, the
 expected gradient of a token, given the tokens before it, is that of KL(student || teacher), the
 reverse KL divergence of the next token (Agarwal et al. 2024, GKD, arXiv 2306.13649, and Gu et al.
 2024, MiniLLM, arXiv 2306.08543). As in "On-Policy Distillation" (Lu, Thinking Machines Lab 2025),
@@ -16,7 +17,7 @@ Rewards take no part, so groups with equal rewards teach, too. The loss has no e
 """
 
 from collections.abc import Mapping
-from itertools import chain
+from itertools import chain, compress
 
 from pipeline.config.settings import Config
 from pipeline.distributed.ranks import Ranks
@@ -48,11 +49,13 @@ def teach(
             if sequence.num_sampled_tokens
         ]
         of_teacher = updater.logprobs(teacher, sequences)
-        for sequence, logprobs in zip(sequences, of_teacher, strict=True):
-            values = iter(logprobs)
+        of_student = [[*compress(one.logprobs, one.loss_mask)] for one in sequences]
+        if updater.corrects:
+            of_student = updater.logprobs(None, sequences)
+        for sequence, *pair in zip(sequences, of_teacher, of_student, strict=True):
+            values = (new - old for new, old in zip(*pair, strict=True))
             sequence.advantages = [
-                next(values) - old if is_sampled else 0.0
-                for old, is_sampled in zip(sequence.logprobs, sequence.loss_mask, strict=True)
+                next(values) if is_sampled else 0.0 for is_sampled in sequence.loss_mask
             ]
     metrics = divergences(batch, ranks, config)
     for sample in batch.samples:
@@ -65,7 +68,7 @@ def teach(
 def divergences(batch: RolloutBatch, ranks: Ranks, config: Config) -> dict[str, float]:
     """Set the mean advantage of each sample; return KL estimates of all ranks, nats per token.
 
-    `train/teacher_kl` is the mean of the sampler's minus the teacher's log-probability over all
+    `train/teacher_kl` is the mean of the student's minus the teacher's log-probability over all
     tokens, and `train/teacher_kl/DOMAIN` that over a domain's tokens. The order of summation does
     not depend on the number of ranks.
     """

@@ -381,12 +381,14 @@ class Updater:
         self._zero_gradients()
         rank_memory.give_memory_back()
 
-    def logprobs(self, policy: Reference, sequences: Sequence[Trajectory]) -> list[list[float]]:
-        """Return the log-probabilities of each sequence's sampled tokens under another policy.
+    def logprobs(
+        self, policy: Reference | None, sequences: Sequence[Trajectory]
+    ) -> list[list[float]]:
+        """Return the log-probabilities of each sequence's sampled tokens under a policy.
 
-        Every rank must call this function. Each sequence must have a sampled token, and no
-        `advantages`. If `deterministic`, each sequence has a pass of its own, so that the values do
-        not depend on the other sequences of a rank.
+        None is the policy in training. Every rank must call this function. Each sequence must have
+        a sampled token, and no `advantages`. If `deterministic`, each sequence has a pass of its
+        own, so that the values do not depend on the other sequences of a rank.
         """
         # The advantage of an item is the sequence's place, by which the values are put back.
         items: list[Item] = [(one, float(i), 0.0) for i, one in enumerate(sequences)]
@@ -405,11 +407,16 @@ class Updater:
                 values[int(place)].append(value)
         return values
 
-    def _logprobs(self, policy: Reference, batches: Sequence[MicroBatch]) -> list[torch.Tensor]:
+    @torch.no_grad()
+    def _logprobs(
+        self, policy: Reference | None, batches: Sequence[MicroBatch]
+    ) -> list[torch.Tensor]:
         def one(batch: MicroBatch, _: Any) -> torch.Tensor:
-            return policy.logprobs(batch.to(self.accelerator.device))
+            batch = batch.to(self.accelerator.device)
+            return policy.logprobs(batch) if policy else self.module(batch)[0]
 
-        with policy.in_place(), held(self.sharded), self.accelerator.autocast():
+        place = policy.in_place() if policy else nullcontext()
+        with place, held(self.sharded), self.accelerator.autocast():
             return self._pass_through(batches, one)
 
     def _pass_through(

@@ -93,7 +93,8 @@ TINY += " --eval-tasks-per-domain 100 --eval-trials 2"
 RECIPES = {"remembering": "smollm2_three_hidden", "reading": "smollm2_three"}
 KL_EPISODES = {"tiny": 100, "remembering": 18, "reading": 18}
 # Without checkpoints inside stages; evaluations of equal policies are made once.
-ALWAYS = "--save-steps 0 --validation-steps 0 --no-eval-greedy --no-eval-on-start --report-to none"
+ALWAYS = "--save-steps 0 --validation-steps 0 --kl-probe-tasks 0"
+ALWAYS += " --no-eval-greedy --no-eval-on-start --report-to none"
 QUICK = "--max-steps 9 --tasks-per-step 4 --num-generations 2 --warm-start-steps 3"
 QUICK += " --eval-tasks-per-domain 6 --eval-trials 2"
 COLUMNS = {

@@ -327,6 +327,13 @@ def test_a_wrong_command_line_is_refused_in_one_line(argv, words):
             ("stage_steps: got 'merge'", "name stages (airline, retail, telecom)"),
         ),
         (
+            [
+                *("--curriculum", "separate", "--merge-method", "distillation"),
+                *("--importance-sampling-level", "sequence"),
+            ],
+            ("importance_sampling_level: got sequence with merge_method distillation", "token"),
+        ),
+        (
             ["--curriculum", "separate", "--use-peft"],
             ("merge_method: got task_arithmetic with use_peft", "train all weights"),
         ),

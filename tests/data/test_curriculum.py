@@ -400,6 +400,14 @@ def test_a_plateau_is_so_many_values_no_better_than_the_best_before_them(
             {"curriculum": "interleaved", "domain_weights": {"telecom": 1000}},
             "airline would have no group in stage interleaved",
         ),
+        ({"curriculum": "separate", "max_steps": 2}, "got 2, so stage telecom has no step"),
+        (
+            {
+                **{"curriculum": "separate", "merge_method": "distillation", "max_steps": 3},
+                "stage_steps": {"airline": 1, "retail": 1, "telecom": 1},
+            },
+            "got 3, so stage distill has no step",
+        ),
     ],
 )
 def test_curricula_that_would_leave_something_out_are_refused(settings, message):
@@ -414,6 +422,7 @@ def test_an_expert_begins_anew_and_its_parts_of_rising_difficulty_go_on():
         **{"airline-easy": False, "airline-hard": False},  # the first begins with what is there
         **{"retail-easy": True, "retail-hard": False, "merge": True},
     }
+    assert stages[-1].difficulty == "hard"
     # The last validation of a stage is at the step at which the next stage begins.
     last = {"stage": "airline-hard", "step": 4}
     assert [stage.has(last) for stage in stages] == [True, True, False, False, False]

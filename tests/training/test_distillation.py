@@ -175,3 +175,21 @@ def test_an_episode_whose_rewards_are_equal_teaches_until_the_student_is_the_tea
     assert metrics["train/teacher_kl"] == pytest.approx(0.0, abs=1e-12)
     assert batch.samples[0].kept
     assert not math.isnan(batch.samples[0].advantage)
+
+
+def test_with_an_inexact_sampler_the_advantage_is_of_the_trainers_logprob():
+    model = in_float64(small_model())
+    updater = updater_of(model, rollout={"sampler": "vllm"})
+    assert updater.corrects
+    rows = conversation(0)  # whose log-probabilities are not the model's
+    config = Config(rollout={"num_generations": 2})
+    metrics = teach(batch_of(rows), teachers_of(updater), updater, updater.ranks, config)
+    experts = {d: in_float64(small_model(s)) for s, d in enumerate(("desk", "shop"), 1)}
+    total = 0.0
+    for row in (one for episode in rows[:4] for one in episode.sequences):
+        with torch.no_grad():
+            expected = (direct(experts[row.domain], row) - direct(model, row)).tolist()
+        own = [a for a, sampled in zip(row.advantages, row.loss_mask, strict=True) if sampled]
+        assert own == pytest.approx(expected, abs=1e-9)
+        total -= sum(expected)
+    assert metrics["train/teacher_kl"] == pytest.approx(total / 12)
