@@ -44,9 +44,10 @@ def draw(raw: Mapping[str, Any], path: Path, words: Mapping[str, str]) -> None:
     handles = dict[str, Any]()
     for axes_of_model, model in zip(rows, models, strict=True):
         of_model = raw[model]["rows"]
-        found = correlations(
-            [r["dots"] for n, of in of_model.items() for r in of if "dots" in r and n != "replay"]
-        )
+        others = [
+            r["dots"] for n, of in of_model.items() for r in of if "dots" in r and n != "replay"
+        ]
+        found = correlations(others) if others else {}
         for axes, (key, title) in zip(axes_of_model, PANELS.items(), strict=True):
             for name in names:
                 dots = [dot for run in of_model.get(name, ()) for dot in run.get("dots", ())]
@@ -63,15 +64,16 @@ def draw(raw: Mapping[str, Any], path: Path, words: Mapping[str, str]) -> None:
                         markeredgewidth=0.6,
                         alpha=0.85,
                     )
-            value, low, high = found[f"spearman_{key.removeprefix('kl_')}"]
             axes.axhline(0, color="black", linewidth=0.8)
             axes.set_xscale("log")
             axes.xaxis.set_minor_formatter(NullFormatter())
             axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
             axes.set_xlabel(f"{title}, nats per token")
-            text = f"{MODELS[model]}\nwithout replay: rank correlation"
-            text += f" {value:+.2f} ({low:+.2f} to {high:+.2f})"
-            axes.set_title(text, fontsize="medium")
+            text = "no runs without replay"
+            if found:
+                rank = "{:+.2f} ({:+.2f} to {:+.2f})".format(*found[f"spearman_{key[3:]}"])
+                text = f"without replay: rank correlation {rank}"
+            axes.set_title(f"{MODELS[model]}\n{text}", fontsize="medium")
             axes.grid(alpha=0.3)
             axes.spines[["top", "right"]].set_visible(False)
         axes_of_model[0].set_ylabel("points forgotten in the stage")
