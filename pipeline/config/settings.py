@@ -256,7 +256,7 @@ class CurriculumSettings(Section):
         None, "factor of the merged task vectors; null: 1 / experts for task_arithmetic, 1 for ties"
     )
     merge_density: float = field(
-        0.2, "ties: share of each task vector that is kept, its largest values", gt=0, le=1
+        0.2, "ties: share of each task vector that is kept, its largest absolute values", gt=0, le=1
     )
     order: list[str] = field([], "domain of each stage; may repeat domains; none: `domains`")
     domain_weights: PositiveWeights = field(
