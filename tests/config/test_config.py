@@ -533,12 +533,18 @@ def test_what_only_experts_or_only_a_sequence_use_is_told():
     ]
 
 
+def test_one_domain_of_a_run_with_experts_can_be_evaluated():
+    separate = ["--curriculum", "separate", "--domains", "retail"]
+    assert parse([*separate, "--no-grpo"]).data.domains == ["retail"]
+
+
 def test_a_term_for_learned_domains_without_any_is_a_line():
     name = "learned_beta: has no effect, because no stage goes on from one of another domain"
     weight = ["--learned-beta", "0.1"]
     assert without_effect(parse(weight)) == []
     for flags in (["--curriculum=mixed"], ["--curriculum=separate"], ["--domains=retail"]):
         assert without_effect(parse([*weight, *flags])) == [name]
+    assert without_effect(parse([*weight, "--no-grpo"])) == []  # an evaluation trains nothing
     (line,) = without_effect(parse(["--learned-beta-tasks", "4"]))
     assert line == "learned_beta_tasks: has no effect without learned_beta"
 
