@@ -323,7 +323,7 @@ class Study:
         results = self.results(row, seed)
         run = {"seed": seed, "results": results, "cpu_s": self.cost(name)}
         run |= {"answers": measured.get("answers", {})}
-        if self.is_chain(row):
+        if self.is_chain(row) and row != RELEARN:  # whose stages but the last are the sequence's
             owns = [stage["own"] for stage in results["curriculum"]["stages"]]
             run["dots"] = dots_of(owns, measured["kl"], matrix_of(results))
         if row == RELEARN:

@@ -12,6 +12,7 @@ and Gemma 3 270M base (Gemma's own terms). `three-domain-grpo convert` makes a f
 - desk: the recipe `smollm2_desk`, and its last checkpoint on the same tasks without the rules;
 - three: the recipe `smollm2_three`, and its last checkpoint on the same tasks without the rules;
   the first seed also evaluates the model before the warm start;
+- airline: the recipe `smollm2_airline`, the embedded domain;
 - agent: the recipe `smollm2_orders`, played by `examples/openai_agent.py`, whose client of OpenAI's
   asks the policy over HTTP (needs `pip install openai`);
 - reasoning: the recipe `smollm2_reasoning` (needs reasoning-gym);
@@ -77,8 +78,8 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parts = {"sums": sums, "loop": loop, "desk": desk, "three": three, "agent": agent}
-    parts |= {"reasoning": reasoning, "line": line}
+    parts = {"sums": sums, "loop": loop, "desk": desk, "three": three, "airline": airline}
+    parts |= {"agent": agent, "reasoning": reasoning, "line": line}
     parser.add_argument("--parts", nargs="+", choices=parts, default=list(parts))
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--num-gpus", type=int, default=2, help="ranks of each run")
@@ -280,6 +281,23 @@ def success_without_rules(run: Path, options: Any) -> float:
         tasks[name] = three_desks.without_rules(standing)
     success = evaluated_on(tasks, run, run.with_name(f"{run.name}-without-rules"), options)
     return fmean(success.values())
+
+
+def airline(options: Any) -> Iterator[Row]:
+    model = str(model_of("smollm2", options.cache))
+    flags = ["--config", "smollm2_airline", "--model", model, "--seed"]
+    runs = [
+        trained(options.output_dir / f"airline-{seed}", [*flags, str(seed)], options)
+        for seed in options.seeds
+    ]
+    for seed, run in zip(options.seeds, runs, strict=True):
+        yield Row(
+            f"airline, seed {seed}: sampled success after the warm start, after GRPO, gain [95 %]",
+            ">= .60 after GRPO",
+            with_interval(run),
+            run["after"] >= 0.6,
+        )
+    yield slowest("airline", runs, 3600)
 
 
 def agent(options: Any) -> Iterator[Row]:
