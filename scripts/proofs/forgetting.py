@@ -165,7 +165,8 @@ def main(argv: list[str]) -> int:
     where = machine()
     write_json(options.json, figures, where, {"seeds": options.seeds, "flags": flags})
     if options.raw:
-        add_raw(options.raw, kind, found, {"machine": where, "flags": flags})
+        shared = ["FOLDER" if flag == options.model else flag for flag in flags]
+        add_raw(options.raw, kind, found, {"machine": where, "flags": shared})
     if options.figure:
         forgetting_figure.draw(read_json(options.raw), options.figure, WORDS)
     return 0
