@@ -165,8 +165,10 @@ def _steps(config: Config, owns: Sequence[tuple[str, ...]]) -> list[int]:
     steps |= dict(zip(rest, split(max_steps - total, weights), strict=True))
     idle = [name for name in names if not steps[name] and name != MERGE]
     if curriculum.is_separate and max_steps and idle:
-        why = "a merge needs trained experts, and distillation steps of its own"
-        raise UserError(f"max_steps: got {max_steps}, so stage {idle[0]} has no step; {why}")
+        raise UserError(
+            f"max_steps: got {max_steps}, so stage {idle[0]} has no step; give more: each expert "
+            "and distillation need steps of their own"
+        )
     return [steps[name] for name in names]
 
 
