@@ -56,6 +56,7 @@ from pipeline.report.progress import episode_progress, say_start
 from pipeline.rollout.samplers.choice import Sampler, make_sampler
 from pipeline.rollout.trajectory import EpisodeRecord, Trajectory
 from pipeline.training.learner import Learner
+from pipeline.training.open_groups import OpenGroups
 from pipeline.training.step_metrics import logged_by_reward_functions, machine
 from pipeline.training.updater import Reference
 
@@ -78,6 +79,7 @@ class Run:
     watchdog: Watchdog
 
     learner: Learner
+    open_groups: OpenGroups
     language_models: list[LanguageModel]  # customers and judge
 
     log: RunLog
@@ -156,9 +158,10 @@ class Run:
         self.state.made_of = {**late, **known}
 
     def further_state(self) -> dict[str, Any]:
-        """Return what checkpoints keep beside `state`: of the log, and of the updater if any."""
+        """Return what checkpoints keep beside `state`: of log, open groups, and updater if any."""
         updater = self.learner.updater
-        return self.log.state_dict() | ({} if updater is None else updater.state_dict())
+        further = self.log.state_dict() | self.open_groups.state_dict(self.state.step)
+        return further | ({} if updater is None else updater.state_dict())
 
     def save(self, name: str = "", optimizer: torch.optim.Optimizer | None = None) -> None:
         """Write a checkpoint, by default with the name of the step and the updater's optimizer."""
@@ -276,6 +279,7 @@ def open_run(
         ranks=ranks,
         watchdog=watchdog,
         learner=learner,
+        open_groups=OpenGroups(learner.rollout, ranks, config),
         language_models=language_models,
         log=log,
         checkpointer=checkpointer,

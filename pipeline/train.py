@@ -216,6 +216,11 @@ def begin_stage(run: Run, stage: Stage) -> int:
     if is_inside:
         folder = run.folder / "trajectories" / stage.name
         run.records = read_transcripts(folder, run.ranks.rank, run.ranks.num_ranks)
+        if anew := run.open_groups.load_state_dict(run.saved_state, stage.name):
+            run.say(
+                f"warning: episodes of {', '.join(anew)} that had not ended begin anew, because "
+                "what they wait for cannot be called again; save_steps saves when they have ended"
+            )
     else:
         run.state.error_counts = {}
         run.state.dead_steps = {}
@@ -322,11 +327,21 @@ def collect(run: Run, stage: Stage, step: int) -> RolloutBatch:
     config = run.config
     if run.teachers:  # groups with equal rewards teach, too
         config = config.changed("grpo", dynamic_sampling=False)
+    run.open_groups.begin_step(
+        step,
+        drains=step + 1 == stage.last_step or is_due(config.evaluation.validation_steps, step + 1),
+        saves=is_due(config.run.save_steps, step + 1),
+    )
     batch = collect_rollouts(
-        run.learner.rollout, run.ranks, config, stage, step, run.sources, memory=memory
+        run.open_groups, run.ranks, config, stage, step, run.sources, memory=memory
     )
     run.check_language_models()
     return batch
+
+
+def is_due(every: int, step: int) -> bool:
+    """Return whether something happens after `step` steps that happens after each `every` steps."""
+    return every > 0 and step % every == 0
 
 
 def update(run: Run, stage: Stage, batch: RolloutBatch) -> dict[str, float]:
@@ -363,7 +378,8 @@ def warn_of_disagreement(run: Run, where: str, statistics: Mapping[str, float]) 
     """Warn once if sampler and training disagree, and once if the correction spoils the update."""
     settings = run.config.grpo
     default = GAP_BF16 if run.accelerator.mixed_precision == "bf16" else GAP_FP32
-    default = GAP_CORRECTED if run.config.corrects_sampling else default
+    if run.config.corrects_sampling or run.config.rollout.is_partial:
+        default = GAP_CORRECTED
     limit = settings.max_sampling_logp_difference or default
     gap = statistics.get("train/sampling_logp_difference_mean", 0.0)
     ratio = statistics.get("train/importance_sampling_ratio_mean", 1.0)
@@ -398,6 +414,13 @@ def record(
         before = run.state.error_counts.get(domain, [0, 0])
         run.state.error_counts[domain] = [before[0] + episodes, before[1] + errors]
     _refuse_unscored(run, stage, metrics)
+    if not batch.tasks and "no group" not in run.warned_of:
+        run.warned_of.add("no group")
+        run.say(
+            f"note: step {run.state.step} trains no group, because none has ended after "
+            f"{run.config.rollout.partial_rollout_tokens} tokens of each episode "
+            "(partial_rollout_tokens); later steps train them"
+        )
     keys = {"kind": "train", "stage": stage.name, "step": run.state.step}
     if batch.memory is not None:
         run.state.task_memory = vars(batch.memory)
@@ -434,9 +457,8 @@ def warn_of_stagnation(
 def _refuse_unscored(run: Run, stage: Stage, metrics: Mapping[str, float]) -> None:
     """Raise UserError if no episode of the last steps has a reward, though none failed."""
     left = sum(metrics.get(f"rollout/left_out/reward/{domain}", 0.0) for domain in stage.groups)
-    is_unscored = (
-        left == metrics["rollout/episodes"] and not metrics["rollout/stop/environment_error"]
-    )
+    failed = metrics.get("rollout/stop/environment_error", 0.0)
+    is_unscored = left == metrics["rollout/episodes"] > 0 == failed
     run.num_unscored_steps = run.num_unscored_steps + 1 if is_unscored else 0
     if run.num_unscored_steps == UNSCORED_STEPS:
         raise UserError(
@@ -472,9 +494,8 @@ def end_step(run: Run, stage: Stage, batch: RolloutBatch) -> None:
 
 def validate_when_due(run: Run, stage: Stage) -> None:
     """Validate the policy if `validation_steps` divides the step, but only once per step."""
-    every = run.config.evaluation.validation_steps
     step = run.state.step
-    if not every or step % every or run.state.validated(step):
+    if not is_due(run.config.evaluation.validation_steps, step) or run.state.validated(step):
         return
     begun = time.perf_counter()
     tasks = [task for tasks in run.parts.validation.values() for task in tasks]

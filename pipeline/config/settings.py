@@ -315,6 +315,12 @@ class RolloutSettings(Section):
         0, "equal calls in a row that end an episode; 0: none"
     )
     max_tool_result_tokens: PositiveInt = field(64, "tokens of a tool result; more is an error")
+    partial_rollout_tokens: NonNegativeInt = field(
+        0, "tokens that an episode samples in a step, then it goes on in the next; 0: it ends there"
+    )
+    max_staleness: NonNegativeInt = field(
+        4, "with that: most optimizer steps between the sampling of a token and its training"
+    )
     max_concurrent_episodes: PositiveInt = field(512, "episodes that a rank samples at once")
     max_agents: PositiveInt | None = field(
         None, "processes of `agents` at once, on a rank; null: 4 for each core"
@@ -326,6 +332,11 @@ class RolloutSettings(Section):
     call_timeout: PositiveFloat = field(120.0, "seconds per call of an environment")
     rollout_timeout: PositiveFloat | None = field(None, "seconds until all waits end; null: none")
     max_error_rate: Share = field(0.5, "share of failed episodes that ends a run; 1: none")
+
+    @property
+    def is_partial(self) -> bool:
+        """Whether episodes may go on in later steps."""
+        return min(self.partial_rollout_tokens, self.max_staleness) > 0
 
     @property
     def sampler_facts(self) -> SamplerFacts:
@@ -373,7 +384,9 @@ class GRPOSettings(Section):
     num_iterations: PositiveInt = field(1, "updates per step, on the same trajectories")
     entropy_coef: NonNegativeFloat = field(0.005, "weight of the entropy bonus")
     vllm_importance_sampling_correction: bool = field(
-        True, "multiply the policy loss by the ratio of trainer to sampler, with sampler vllm"
+        True,
+        "multiply the policy loss by the ratio of trainer to sampler, with sampler vllm or partial "
+        "rollouts",
     )
     vllm_importance_sampling_mode: Correction = field(
         "sequence_mask", "that ratio: per token or sequence; truncated, or 0 beyond the clips"
@@ -515,8 +528,8 @@ class Config(Section):
     @property
     def corrects_sampling(self) -> bool:
         """Whether the loss corrects the difference between sampler and trainer."""
-        corrects = self.grpo.vllm_importance_sampling_correction
-        return corrects and not self.rollout.sampler_facts.is_exact
+        is_exact = self.rollout.sampler_facts.is_exact and not self.rollout.is_partial
+        return self.grpo.vllm_importance_sampling_correction and not is_exact
 
     @property
     def is_supervised(self) -> bool:

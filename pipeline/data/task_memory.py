@@ -103,7 +103,7 @@ class TaskMemory:
         families = self.families if len(self.families) <= MAX_FAMILIES else ()
         return {
             **{f"tasks/{name}": float(found[letter]) for name, letter in names.items()},
-            **{f"draws/{family}": drawn[family] / len(tasks) for family in families},
+            **{f"draws/{f}": drawn[f] / len(tasks) for f in families if tasks},
         }
 
 

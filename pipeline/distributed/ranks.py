@@ -25,6 +25,8 @@ from pipeline.distributed.rendezvous import store_of_ranks
 
 Item = TypeVar("Item")
 FOREVER = timedelta(days=30)
+FRAME = 4096  # bytes of each rank in an exchange of small objects
+HEAD = 8  # of them, for the size of the object
 
 
 class Interrupted(BaseException):
@@ -140,21 +142,30 @@ class Ranks:
         """Return the items of all ranks, in order of ranks, on every rank."""
         if self._group is None:
             return [item]
-        self.bytes["objects"] += len(pickle.dumps(item))
+        packed = pickle.dumps(item)
+        self.bytes["objects"] += len(packed)
+        frame = torch.zeros(FRAME, dtype=torch.uint8)
+        start = (len(packed).to_bytes(HEAD) + packed)[:FRAME]
+        frame[: len(start)] = torch.frombuffer(bytearray(start), dtype=torch.uint8)
         gathered: list[Any] = [None] * self.num_ranks
         with self._clock("wait"), self.waiting(name):
-            dist.all_gather_object(gathered, item, group=self._group)
-        return gathered
+            frames = [one.numpy().tobytes() for one in self._to_all(frame)]
+            sizes = [int.from_bytes(one[:HEAD]) for one in frames]
+            if max(sizes) > FRAME - HEAD:  # two more collectives, which take longer
+                dist.all_gather_object(gathered, item, group=self._group)
+                return gathered
+        return [pickle.loads(one[HEAD:]) for one in frames]
+
+    def _to_all(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """Do what `all_gather` does; of a small tensor, gloo takes less than half the time."""
+        rows = tensor.expand(self.num_ranks, *tensor.shape).contiguous()
+        gathered = torch.empty_like(rows)
+        dist.all_to_all_single(gathered, rows, group=self._group)
+        return [*gathered]
 
     def sum(self, numbers: Sequence[float]) -> list[float]:
-        """Return the element-wise sum, in float64, of the `numbers` of all ranks."""
-        if self._group is None:
-            return list(numbers)
-        tensor = torch.tensor(numbers, dtype=torch.float64)
-        self.bytes["numbers"] += tensor.nbytes
-        with self._clock("wait"), self.waiting("wait"):
-            dist.all_reduce(tensor, group=self._group)
-        return list(tensor.tolist())
+        """Return the element-wise sum, in float64 and in order of ranks, of all ranks' `numbers`."""
+        return [sum(column) for column in zip(*self.all_gather_numbers(numbers), strict=True)]
 
     def max(self, number: float) -> float:
         return max(numbers[0] for numbers in self.all_gather_numbers([number]))
@@ -166,6 +177,8 @@ class Ranks:
         self.bytes["tensors"] += tensor.nbytes
         gathered = [torch.empty_like(tensor) for _ in range(self.num_ranks)]
         with self._clock("wait"), self.waiting("wait"):
+            if tensor.nbytes <= FRAME:
+                return self._to_all(tensor)
             dist.all_gather(gathered, tensor, group=self._group)
         return gathered
 

@@ -151,16 +151,27 @@ def run_coroutine(coroutine: Coroutine[Any, Any, Value]) -> Value:
 
     Unlike `asyncio.run`, this function leaves Ctrl-C to the present handler.
     """
+    loop = asyncio.new_event_loop()
+    try:
+        return run_in(loop, coroutine)
+    finally:
+        end_loop(loop)
+
+
+def run_in(loop: asyncio.AbstractEventLoop, coroutine: Coroutine[Any, Any, Value]) -> Value:
+    """Run a coroutine in this thread; other tasks of the loop may be left for the next call."""
     with _no_running_loop():
-        loop = asyncio.new_event_loop()
-        try:
-            return loop.run_until_complete(coroutine)
-        finally:
-            if left := asyncio.all_tasks(loop):  # Ctrl-C leaves tasks behind
-                for task in left:
-                    task.cancel()
-                loop.run_until_complete(asyncio.wait(left))
-            loop.close()
+        return loop.run_until_complete(coroutine)
+
+
+def end_loop(loop: asyncio.AbstractEventLoop) -> None:
+    """Cancel what is left in a loop, and close it."""
+    with _no_running_loop():
+        if left := asyncio.all_tasks(loop):  # Ctrl-C leaves tasks behind
+            for task in left:
+                task.cancel()
+            loop.run_until_complete(asyncio.wait(left))
+        loop.close()
 
 
 # Coroutines of environments
@@ -342,11 +353,15 @@ class Calls:
         self.seconds = seconds
         self.on_call = on_call
         self.spent_s = 0.0
+        self.until = math.inf
         self.begin()
 
-    def begin(self, timeout_s: float | None = None) -> None:
-        """Serve another rollout, whose calls in the background are late after `timeout_s`."""
+    def end_after(self, timeout_s: float | None) -> None:
+        """Let further calls in the background be late after `timeout_s`."""
         self.until = time.monotonic() + (timeout_s or math.inf)
+
+    def begin(self) -> None:
+        """Serve another rollout, in an event loop of its own."""
         self.answered = asyncio.Event()
         self._threads = asyncio.Semaphore(MAX_THREADS)
         self._num_beside = 0  # calls in the background that have not ended

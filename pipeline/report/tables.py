@@ -38,6 +38,8 @@ RATE_KINDS = {"mean": "sampled", "greedy": "greedy"}  # key in `results.json` ->
 ENDS = ("before GRPO", "after GRPO")
 
 LEFT_OUT = "rollout/left_out/"
+STALE = "rollout/staleness/"
+TINY = 1e-9  # the weight of a step in which no episode has ended
 BY_COLUMN = ("backward_transfer", "forward_transfer", "forgetting", "area_under_curve")
 
 Rows = list[list[str]]  # cells of a table; the first row is the header
@@ -244,9 +246,20 @@ def _fact(value: Any) -> str:
     return ", ".join(map(_fact, value)) if isinstance(value, list) else str(value)
 
 
+def staleness_in_words(train: Iterable[Mapping[str, Any]]) -> str:
+    """Return shares of the trained tokens by staleness, such as `0: 81 %, 1: 19 %`, or ""."""
+    counts = Counter[int]()
+    for line in train:
+        counts.update({int(n[len(STALE) :]): c for n, c in line.items() if n.startswith(STALE)})
+    oldest = max((staleness for staleness, count in counts.items() if count), default=-1)
+    shares = {number: counts[number] / counts.total() for number in range(oldest + 1)}
+    return ", ".join(f"{number}: {share:.1%}" for number, share in shares.items())
+
+
 def share(records: Iterable[Mapping[str, Any]], key: str) -> str:
-    """Return the mean of a metric over training steps, as text."""
-    return f"{fmean(record.get(key) or 0.0 for record in records):.3f}"
+    """Return the mean of a metric over the episodes of training steps, as text."""
+    found = [(r.get(key) or 0.0, r.get("rollout/episodes", 1) or TINY) for r in records]
+    return f"{fmean(*map(list, zip(*found, strict=True))):.3f}"
 
 
 def _by_family(run: RunData) -> list[Rows]:

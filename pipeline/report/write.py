@@ -40,6 +40,7 @@ from pipeline.report.tables import (
     pass_hat_table,
     report_data,
     share,
+    staleness_in_words,
     start_table,
     success_tables,
 )
@@ -228,6 +229,7 @@ def environment(**options: Any) -> Environment:
         metric,
         number,
         share,
+        staleness_in_words,
         median,
         table,
         aligned,

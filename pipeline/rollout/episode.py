@@ -10,7 +10,7 @@ import asyncio
 import inspect
 import json
 import math
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -31,7 +31,16 @@ from pipeline.environments.tools import RandomState, reply_of
 from pipeline.models.chat.template import Chat
 from pipeline.models.chat.text import Parsed
 from pipeline.rollout.own_loop import Act, LoopPolicy, play
-from pipeline.rollout.trajectory import CAUSES, FAILED, Conversation, Policy, StopReason, Trajectory
+from pipeline.rollout.trajectory import (
+    CAUSES,
+    FAILED,
+    Conversation,
+    Pace,
+    Policy,
+    StopReason,
+    Trajectory,
+    Turn,
+)
 
 UNKNOWN_TOOL = "unknown"  # calls of all nonexistent tools are counted under this name
 
@@ -47,6 +56,7 @@ class RolloutRequest:
     task: Task
     trial: int
     key: int  # 64-bit key that selects the episode's random numbers
+    begun: int = 0  # number of optimizer steps before the one in which the episode begins
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,6 +92,10 @@ class Episode:
     ) -> None:
         self.task = request.task
         self.key = request.key
+        self.begun = request.begun
+        self.playing: asyncio.Task[None] | None = None  # from the episode's start on
+        self.pace = Pace()
+        self.recorded = list[Turn]()  # messages to be taken again
         self.domain = domain
         self.opening_message = opening_message
         self.shared = shared
@@ -109,6 +123,22 @@ class Episode:
         self._has_failed = False  # whether the latest call of a tool has
         self.conversation: Conversation | None = None  # from the episode's start on
 
+    @property
+    def waits_for_next_step(self) -> bool:
+        """Whether the episode has sampled all the tokens that it may in this step."""
+        return self.pace.left <= 0
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the episode has ended, before it would have to wait for the next step."""
+        is_over = self.playing is not None and self.playing.done()
+        return is_over and not self.waits_for_next_step
+
+    @property
+    def can_be_replayed(self) -> bool:
+        """Whether the same messages lead to the same episode, as far as can be known."""
+        return self.domain.loop is None and not self.in_background
+
     async def play(self) -> None:
         """Play the episode to its end, and score it; a failure of the environment ends it."""
         trajectory = self.trajectory
@@ -119,6 +149,8 @@ class Episode:
             key=self.key,
             greedy=self.shared.greedy,
             is_text=self.shared.has_reward_functions and not schemas,
+            pace=self.pace,
+            recorded=deque(self.recorded),
         )
         is_process = self.domain.is_process or isinstance(self.domain.loop, AgentProcess)
         async with self.shared.processes if is_process else nullcontext():
@@ -195,6 +227,7 @@ class Episode:
             self.shared.limits,
             trajectory,
             key=self.key,
+            pace=self.pace,
             greedy=self.shared.greedy,
             alone=self.shared.alone,
             wake=self.shared.calls.answered.set,

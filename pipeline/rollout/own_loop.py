@@ -37,7 +37,7 @@ from pipeline.environments.tools import MAX_REWARD, as_number, writable
 from pipeline.models.chat.template import Chat
 from pipeline.rollout.asked import OVER, Answer, Asked
 from pipeline.rollout.asked import EpisodeOver as EpisodeOver
-from pipeline.rollout.trajectory import Conversation, Policy, StopReason, Trajectory
+from pipeline.rollout.trajectory import Conversation, Pace, Policy, StopReason, Trajectory
 
 # A tool's result or the customer's answer, and why the episode ends with it, if it does.
 Act: TypeAlias = tuple[Any, StopReason | None]
@@ -65,6 +65,7 @@ class LoopPolicy:
         *,
         key: int,
         greedy: bool,
+        pace: Pace,
         alone: bool = False,
         wake: Callable[[], None],
         show: Callable[[list[Message]], None],
@@ -80,6 +81,7 @@ class LoopPolicy:
         self._first = first
         self._key = key
         self._greedy = greedy
+        self._pace = pace
         self._alone = alone
         self._main = asyncio.get_running_loop()
         self._conversations = list[Conversation]()
@@ -338,6 +340,7 @@ class LoopPolicy:
             is_text=not asked.tools,
             alone=self._alone,
             place=None,
+            pace=self._pace,
         )
         self._conversations.append(conversation)
         return conversation

@@ -6,15 +6,16 @@ import os
 import time
 from bisect import bisect
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, field
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
 from itertools import groupby
+from typing import Any
 
 from pipeline.common.console import say
 from pipeline.config.settings import RolloutSettings
 from pipeline.distributed.devices import on_gpu
-from pipeline.environments.calls import TICK_S, Calls, run_coroutine
+from pipeline.environments.calls import TICK_S, Calls, end_loop, run_in
 from pipeline.environments.domains import Domain
 from pipeline.environments.faults import FaultLog
 from pipeline.environments.language_models.customers import OpeningMessage, record_customer
@@ -33,6 +34,7 @@ from pipeline.rollout.trajectory import (
     Said,
     Sampled,
     Trajectory,
+    checksum,
 )
 
 Progress = Callable[[int], None]  # gets the number of episodes that have just ended
@@ -76,6 +78,9 @@ class Rollout:
             self.rewards.judge = self.judge or self.rewards.judge
         self.environment_s = 0.0  # seconds of environments and waits
         self.calls = Calls(self.limits.call_timeout, lambda key: self.on_progress(key))
+        self._open = set[Episode]()  # of `begin`, until `end`
+        self._loop: asyncio.AbstractEventLoop | None = None  # in which they play
+        self._processes = asyncio.Semaphore(1)
 
     def __call__(
         self,
@@ -89,12 +94,21 @@ class Rollout:
         before each step, so that the shapes of a forward pass depend on one task only. Each message
         of a user's own loop is sampled alone then, whose messages may come in any order.
         """
-        return run_coroutine(self._play(requests, greedy, progress))
+        episodes = self.begin(requests, greedy)
+        try:
+            self.go_on(episodes, progress)
+            return self.end(episodes)
+        finally:
+            self.drop(episodes)
 
-    async def _play(
-        self, requests: Sequence[RolloutRequest], greedy: bool, progress: Progress | None
-    ) -> list[Trajectory]:
-        self.calls.begin(self.limits.rollout_timeout)
+    def begin(self, requests: Sequence[RolloutRequest], greedy: bool = False) -> list[Episode]:
+        """Make episodes, which `go_on` plays and `end` scores; `drop` must forget them."""
+        if self._loop is None:
+            self._loop = asyncio.new_event_loop()
+            self.calls.begin()
+            self._processes = asyncio.Semaphore(
+                self.limits.max_agents or AGENTS_PER_CORE * len(os.sched_getaffinity(0))
+            )
         shared = Shared(
             policy=self.policy,
             chat=self.chat,
@@ -103,72 +117,102 @@ class Rollout:
             faults=self.faults,
             greedy=greedy,
             has_reward_functions=self.rewards is not None,
-            processes=asyncio.Semaphore(
-                self.limits.max_agents or AGENTS_PER_CORE * len(os.sched_getaffinity(0))
-            ),
+            processes=self._processes,
             judge=self.judge,
             reply=self.reply,
             watch=self.watch,
             alone=self.deterministic,
         )
-        trajectories = list[Trajectory]()
-        for _, group in groupby(requests, lambda r: self.deterministic and r.task.key):
-            episodes = [
-                Episode(
-                    request,
-                    self.domains[request.task.domain],
-                    shared,
-                    self.opening_messages.get(request.task.domain),
-                )
-                for request in group
-            ]
-            await self._play_together(episodes, progress)
-            await self._call_reward_functions(episodes)
-            for episode in episodes:
-                if episode.opening_message is not None:
-                    record_customer(episode.environment, episode.trajectory)
-                trajectories.append(episode.trajectory)
+        episodes = [
+            Episode(
+                request,
+                self.domains[request.task.domain],
+                shared,
+                self.opening_messages.get(request.task.domain),
+            )
+            for request in requests
+        ]
+        self._open |= {*episodes}
+        return episodes
+
+    def go_on(self, episodes: Sequence[Episode], progress: Progress | None = None) -> None:
+        """Play episodes until each has ended, or has sampled as many tokens as its pace allows.
+
+        What an environment or a user's loop does for an episode that waits for the next step goes
+        on meanwhile.
+        """
+        self.calls.end_after(self.limits.rollout_timeout)
+        for group in self._groups(episodes):
+            self._run(self._play_together(group, progress))
         self.environment_s += self.calls.spent_s
         self.calls.spent_s = 0.0
-        return trajectories
+
+    def end(self, episodes: Sequence[Episode]) -> list[Trajectory]:
+        """Return the trajectories of episodes that have ended, with their rewards."""
+        for group in self._groups(episodes):
+            self._run(self._call_reward_functions(group))
+        for episode in episodes:
+            if episode.opening_message is not None:
+                record_customer(episode.environment, episode.trajectory)
+        return [episode.trajectory for episode in episodes]
+
+    def drop(self, episodes: Iterable[Episode]) -> None:
+        """Forget episodes, which may still play."""
+        playing = [e.playing for e in self._open.intersection(episodes) if e.playing is not None]
+        self._open.difference_update(episodes)
+        if playing:
+            self._run(_cancelled(playing))
+        for episode in episodes:
+            if episode.conversation is not None:
+                self.policy.close(episode.conversation)
+        if not self._open and self._loop is not None:
+            end_loop(self._loop)
+            self._loop = None
+
+    def _run(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        assert self._loop is not None, "no episode has begun"
+        run_in(self._loop, coroutine)
+
+    def _groups(self, episodes: Sequence[Episode]) -> list[list[Episode]]:
+        """Return what plays together: all episodes or, if deterministic, those of each group."""
+        groups = groupby(episodes, lambda e: self.deterministic and (e.task.key, e.begun))
+        return [[*group] for _, group in groups]
 
     async def _play_together(self, episodes: Sequence[Episode], progress: Progress | None) -> None:
         """Play at most `policy.max_episodes` at once; an episode that can go on never waits."""
-        waiting = deque(episodes)
-        tasks = set[asyncio.Task[None]]()
-        try:
-            while waiting or tasks:
-                tasks |= set(self._start(waiting, self.policy.max_episodes - len(tasks)))
-                await asyncio.sleep(0)  # every new episode comes to its first message or call
-                must_wait = self.deterministic and self.calls.is_busy
-                if self.policy.num_waiting and not must_wait:
-                    self.on_progress("")
-                    self.policy.step()
-                    await asyncio.sleep(0)  # ... and every other one to its next
-                else:
-                    await self._wait()
-                ended = {task for task in tasks if task.done()}
-                for task in ended:
-                    task.result()  # raises what ends the whole rollout
-                tasks -= ended
-                if progress is not None and ended:
-                    progress(len(ended))
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-            for episode in episodes:
-                if episode.conversation is not None:
-                    self.policy.close(episode.conversation)
+        waiting = deque(e for e in episodes if e.playing is None)
+        for episode in episodes:
+            episode.pace.left = episode.pace.most
+            # The order in which they waited last, in an earlier step, must not matter.
+            if episode.conversation is not None:
+                episode.conversation.move_to_the_end()
+        active = {e for e in episodes if e.playing is not None and not e.playing.done()}
+        while waiting or active:
+            active |= set(self._start(waiting, self.policy.max_episodes - len(active)))
+            await asyncio.sleep(0)  # every new episode comes to its first message or call
+            must_wait = self.deterministic and self.calls.is_busy
+            if self.policy.num_waiting and not must_wait:
+                self.on_progress("")
+                self.policy.step()
+                await asyncio.sleep(0)  # ... and every other one to its next
+            elif not all(e.waits_for_next_step for e in active):
+                await self._wait()
+            ended = [e.playing for e in active if e.playing is not None and e.playing.done()]
+            for task in ended:
+                task.result()  # raises what ends the whole rollout
+            active = {e for e in active if e.playing not in ended and not e.waits_for_next_step}
+            if progress is not None and ended:
+                progress(len(ended))
 
-    def _start(self, waiting: deque[Episode], room: int) -> list[asyncio.Task[None]]:
+    def _start(self, waiting: deque[Episode], room: int) -> list[Episode]:
         """Start up to `room` episodes, but none while the room is small."""
         count = min(len(waiting), room)
         if count < min(len(waiting), max(1, self.policy.max_episodes // 4)):
             return []
-        started = [asyncio.create_task(waiting.popleft().play()) for _ in range(count)]
-        for task in started:
-            task.add_done_callback(lambda _: self.calls.answered.set())
+        started = [waiting.popleft() for _ in range(count)]
+        for episode in started:
+            episode.playing = asyncio.create_task(episode.play())
+            episode.playing.add_done_callback(lambda _: self.calls.answered.set())
         return started
 
     async def _wait(self) -> None:
@@ -196,6 +240,12 @@ class Rollout:
         self.environment_s += time.perf_counter() - begun
 
 
+async def _cancelled(tasks: Sequence[asyncio.Task[None]]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
 class SamplerPolicy:
     """A model whose messages a sampler writes; conversations that wait are sampled together.
 
@@ -217,34 +267,67 @@ class SamplerPolicy:
     @property
     def _asking(self) -> list[Conversation]:
         """The conversations that wait; a user's loop may have given a message up."""
-        return [c for c, future in self._waiting.items() if not future.done()]
+        return [c for c, f in self._waiting.items() if not f.done() and c.pace.left > 0]
 
     async def message(self, conversation: Conversation) -> Said | None:
         if not self._read(conversation):
             return None
-        future = asyncio.get_running_loop().create_future()
-        self._waiting[conversation] = future
-        sampled: Sampled = await future
-        if (until := self._until_stop(sampled, conversation.stop)) is not None:
+        sampled = self._recorded(conversation)
+        if sampled is None:
+            future = asyncio.get_running_loop().create_future()
+            self._waiting[conversation] = future
+            sampled = await future
+        begin = len(conversation.sequence.completion_ids) - conversation.num_said
+        self._take(conversation, sampled)
+        conversation.num_said = 0
+        conversation.is_cut = not sampled.finished
+        ids = conversation.sequence.completion_ids[begin:]
+        if (until := self._until_stop(ids, conversation.stop)) is not None:
             size, text = until
             self.close(conversation)  # what was sampled behind the text has never been
-            conversation.sequence.append(sampled.ids[:size], sampled.logprobs[:size])
+            conversation.sequence.cut(begin + size)
             return conversation.add(Said(parsed=Parsed(content=text), finished=False, at_stop=True))
-        conversation.sequence.append(sampled.ids, sampled.logprobs)
-        return conversation.add(self._said(sampled, conversation))
+        return conversation.add(self._said(replace(sampled, ids=ids), conversation))
 
-    def _until_stop(self, sampled: Sampled, stop: Sequence[str]) -> tuple[int, str] | None:
+    def _take(self, conversation: Conversation, sampled: Sampled) -> None:
+        """Add tokens of a message to its conversation."""
+        versions = sampled.versions or conversation.pace.versions(len(sampled.ids))
+        conversation.sequence.append(sampled.ids, sampled.logprobs, versions)
+
+    def _recorded(self, conversation: Conversation) -> Sampled | None:
+        """Take a recorded message again, or the first part of one, which is then sampled on."""
+        if not conversation.recorded:
+            return None
+        turn = conversation.recorded.popleft()
+        if turn.checksum != checksum(conversation.sequence.ids):
+            conversation.recorded.clear()
+            where = f"{conversation.trajectory.domain}/{conversation.trajectory.task_id}"
+            say(
+                f"warning: resume: {where}: its environment answers other than before, so this "
+                "episode goes on with new messages; make what it answers depend on its task alone"
+            )
+            return None
+        sampled = Sampled(
+            ids=turn.ids, logprobs=turn.logprobs, finished=turn.finished, versions=turn.versions
+        )
+        if turn.is_whole:
+            return sampled
+        self._take(conversation, sampled)
+        conversation.num_said = len(turn.ids)
+        return None
+
+    def _until_stop(self, ids: list[int], stop: Sequence[str]) -> tuple[int, str] | None:
         """Return the number of tokens until a text is complete that ends the message, if any.
 
         Beside it stands the text before this end.
         """
         decode = partial(self.chat.tokenizer.decode, clean_up_tokenization_spaces=False)
-        whole = decode(sampled.ids) if stop else ""
+        whole = decode(ids) if stop else ""
         places = [whole.find(text) for text in stop if text in whole]
         if not places:
             return None
-        sizes = range(len(sampled.ids))
-        size = bisect(sizes, False, key=lambda n: any(t in decode(sampled.ids[:n]) for t in stop))
+        sizes = range(len(ids))
+        size = bisect(sizes, False, key=lambda n: any(t in decode(ids[:n]) for t in stop))
         return size, whole[: min(places)]
 
     def _read(self, conversation: Conversation) -> bool:
@@ -312,9 +395,34 @@ class SamplerPolicy:
             give_memory_back()
         for conversation, sampled in complete.items():
             conversation.move_to_the_end()
-            if conversation.alone:  # the cache of another one would change its rounding
+            goes_on = self._goes_on(conversation, sampled)
+            # The cache of another one would change the rounding of one that is alone; what is in
+            # the cache is of weights that will be others when a message goes on.
+            if conversation.alone or goes_on:
                 self.sampler.close(self._open.pop(conversation))
-            self._waiting.pop(conversation).set_result(sampled)
+            if not goes_on:
+                self._waiting.pop(conversation).set_result(sampled)
+
+    def _goes_on(self, conversation: Conversation, sampled: Sampled) -> bool:
+        """Count sampled tokens; return True if they are a part of a message, and take them."""
+        count = len(sampled.ids)
+        conversation.pace.left -= count
+        if sampled.finished or count == self._room(conversation):
+            return False
+        self._take(conversation, sampled)
+        conversation.num_said += count
+        ids = conversation.sequence.completion_ids[-conversation.num_said :]
+        if self._until_stop(ids, conversation.stop) is None:
+            return True
+        conversation.sequence.cut(len(conversation.sequence.completion_ids) - count)
+        conversation.num_said -= count
+        return False
+
+    def _room(self, conversation: Conversation) -> int:
+        """The number of tokens that a message may still have."""
+        most = self.limits.max_tokens_per_turn
+        most = min(conversation.max_tokens or most, most) - conversation.num_said
+        return min(most, self.limits.max_tokens - conversation.sequence.num_tokens)
 
     def _sample(self, active: Sequence[Conversation]) -> dict[Conversation, Sampled]:
         """Return the messages that are complete."""
@@ -325,11 +433,7 @@ class SamplerPolicy:
                 [c.num_drawn for c in lacking],
             )
             self._open.update(zip(lacking, handles, strict=True))
-        per_turn = self.limits.max_tokens_per_turn
-        most = self.limits.max_tokens
-        room = [
-            min(c.max_tokens or per_turn, per_turn, most - c.sequence.num_tokens) for c in active
-        ]
+        room = [int(min(self._room(c), c.pace.left)) for c in active]
         until = math.ceil(len(active) * (TURN_SHARE_GPU if on_gpu() else TURN_SHARE))
         handles = [self._open[c] for c in active]
         messages = self.sampler.sample(handles, room, active[0].greedy, until)

@@ -5,11 +5,14 @@ loss_mask [1 1 1 1  0 0 0  1 1 1]. Here p is a token of the prompt, s a sampled 
 end of turn, and t a token of a tool's reply.
 """
 
+import math
+from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
-from itertools import count
-from typing import Any, Protocol, TypeVar
+from itertools import count, groupby
+from typing import Any, NamedTuple, Protocol, TypeVar
+from zlib import crc32
 
 from pipeline.models.chat.text import Parsed
 
@@ -48,6 +51,7 @@ class Sampled:
     ids: list[int]
     logprobs: list[float]
     finished: bool
+    versions: list[int] = field(default_factory=list)  # see Trajectory; none: the present one
 
 
 @dataclass(kw_only=True)
@@ -81,6 +85,9 @@ class Trajectory(EpisodeRecord):
     completion_ids: list[int] = field(default_factory=list)
     loss_mask: list[bool] = field(default_factory=list)  # True at sampled tokens of completion_ids
     logprobs: list[float] = field(default_factory=list)  # in nats; 0.0 where loss_mask is False
+    # Of each sampled token, the number of optimizer steps that its weights had; only recorded with
+    # `partial_rollout_tokens`.
+    versions: list[int] = field(default_factory=list)
     # Of each token of completion_ids, from a teacher; empty: they have the episode's advantage.
     advantages: list[float] = field(default_factory=list)
     messages: list[dict[str, Any]] = field(default_factory=list)  # the conversation as texts
@@ -122,18 +129,52 @@ class Trajectory(EpisodeRecord):
     def num_tokens(self) -> int:
         return len(self.prompt_ids) + len(self.completion_ids)
 
-    def append(self, ids: list[int], logprobs: list[float] | None = None) -> None:
+    def append(
+        self, ids: list[int], logprobs: list[float] | None = None, versions: Iterable[int] = ()
+    ) -> None:
         """Add sampled tokens with their `logprobs`, or a reply's tokens without `logprobs`."""
         is_sampled = logprobs is not None
         self.completion_ids += ids
         self.loss_mask += [is_sampled] * len(ids)
         self.logprobs += logprobs or [0.0] * len(ids)
+        self.versions += versions
         self.num_sampled_tokens += is_sampled * len(ids)
+
+    def cut(self, num_tokens: int) -> None:
+        """Keep only the first `num_tokens` of `completion_ids`."""
+        for values in (self.completion_ids, self.loss_mask, self.logprobs):
+            del values[num_tokens:]
+        self.num_sampled_tokens = sum(self.loss_mask)
+        del self.versions[self.num_sampled_tokens :]
 
     def record(self) -> EpisodeRecord:
         found: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(EpisodeRecord)}
         found["num_sampled_tokens"] = self.num_sampled_in_all
         return EpisodeRecord(**found)
+
+
+class Turn(NamedTuple):
+    """A sampled message, or the first part of one, to be taken again in place of sampling."""
+
+    ids: list[int]
+    logprobs: list[float]
+    versions: list[int]
+    checksum: int  # of all tokens before it
+    is_whole: bool
+    finished: bool  # whether the last id ends the turn
+
+
+@dataclass(eq=False, kw_only=True)
+class Pace:
+    """How many tokens an episode may sample in a step, and under which weights."""
+
+    most: float = math.inf
+    left: float = 0  # of `most`; an episode without any waits for the next step
+    version: int | None = None  # number of optimizer steps that the weights have had
+
+    def versions(self, count: int) -> list[int]:
+        """The versions of `count` tokens that are sampled now."""
+        return [] if self.version is None else [self.version] * count
 
 
 @dataclass(eq=False, kw_only=True)
@@ -155,6 +196,10 @@ class Conversation:
     num_read: int = 0  # number of messages whose tokens are in the sequence
     num_prompted: int = 0  # ... and are its prompt
     num_begun: int = 0  # number of sequences after the first one
+    pace: Pace = field(default_factory=lambda: Pace(left=math.inf))  # of the episode
+    num_said: int = 0  # number of tokens of a message that goes on in a later step
+    recorded: deque[Turn] = field(default_factory=deque)  # to be taken again
+    is_cut: bool = False  # whether the last message has no end
     # Among those that wait; None: behind them, by `key`, as soon as a message is sampled.
     place: int | None = field(default_factory=lambda: next(_places))
 
@@ -191,18 +236,48 @@ class Conversation:
         num_tokens = len(sequence.completion_ids)
         before = dict(vars(self))
         num_turns = trajectory.num_turns
-        num_sampled = sequence.num_sampled_tokens
 
         def rewind() -> None:
-            for values in (sequence.completion_ids, sequence.loss_mask, sequence.logprobs):
-                del values[num_tokens:]
+            sequence.cut(num_tokens)
             del trajectory.messages[num_messages:]
             del trajectory.further[before["num_begun"] : self.num_begun]
             trajectory.num_turns = num_turns
-            sequence.num_sampled_tokens = num_sampled
             vars(self).update({**before, "place": self.place})
 
         return rewind
+
+    def record(self, before: int) -> list[Turn]:
+        """Return the messages, as far as weights of versions below `before` have sampled them."""
+        turns = list[Turn]()
+        for one in self.trajectory.sequences:
+            versions = iter(one.versions)
+            end = len(one.prompt_ids)
+            for is_sampled, of in groupby(one.loss_mask):
+                begin, end = end, end + len([*of])
+                if is_sampled:
+                    kept = [
+                        v for _, v in zip(range(begin, end), versions, strict=False) if v < before
+                    ]
+                    place = slice(
+                        begin - len(one.prompt_ids), begin - len(one.prompt_ids) + len(kept)
+                    )
+                    is_whole = len(kept) == end - begin
+                    if kept:
+                        turns.append(
+                            Turn(
+                                ids=one.completion_ids[place],
+                                logprobs=one.logprobs[place],
+                                versions=kept,
+                                checksum=checksum(one.ids[:begin]),
+                                is_whole=is_whole,
+                                finished=True,
+                            )
+                        )
+                    if not is_whole:
+                        return turns
+        if turns:
+            turns[-1] = turns[-1]._replace(is_whole=not self.num_said, finished=not self.is_cut)
+        return turns
 
     def add(self, said: "Said") -> "Said":
         """Add a message of the model, whose tokens the policy has added."""
@@ -247,6 +322,10 @@ class Policy(Protocol):
 
     def close(self, conversation: Conversation) -> None:
         """End a conversation, also one that waits."""
+
+
+def checksum(ids: list[int]) -> int:
+    return crc32(repr(ids).encode())
 
 
 Record = TypeVar("Record", bound=EpisodeRecord)

@@ -10,6 +10,7 @@ of new tasks. A step never trains on more than `tasks_per_step` groups.
 With `task_sampling: signal`, a memory of outcomes chooses these tasks (`data/task_memory.py`).
 """
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -24,6 +25,7 @@ from pipeline.distributed.ranks import Ranks
 from pipeline.rollout.rollout import Progress, Rollout, RolloutRequest
 from pipeline.rollout.trajectory import FAILED, Trajectory, succeeded
 from pipeline.training.grpo import group_advantages, in_baseline, zero_std_groups
+from pipeline.training.open_groups import Group, OpenGroups
 
 
 @dataclass(kw_only=True)
@@ -41,7 +43,7 @@ class RolloutBatch:
     """This rank's episodes of a step, group by group.
 
     The groups of a step have an order: first the groups of the tasks of the stage, then the groups
-    of each round of replacements. In this order, a rank collects every `num_ranks`-th group.
+    of each round of replacements. The ranks play them in turn.
     """
 
     samples: list[Sample]
@@ -49,6 +51,7 @@ class RolloutBatch:
     rounds: list[int]  # [number of the stage's tasks, number of groups in round 1, ...]
     tasks: list[Task]  # one for each group of all ranks
     memory: TaskMemory | None  # after the step; None: tasks are drawn uniformly
+    step: int = 0  # number of optimizer steps before this one
 
     @property
     def trajectories(self) -> list[Trajectory]:
@@ -60,7 +63,7 @@ class RolloutBatch:
 
 
 def collect_rollouts(
-    rollout: Rollout,
+    groups: OpenGroups,
     ranks: Ranks,
     config: Config,
     stage: Stage,
@@ -69,82 +72,81 @@ def collect_rollouts(
     *,
     memory: TaskMemory | None = None,
 ) -> RolloutBatch:
-    """Collect this rank's groups of a step; `step` is the number of steps before this step.
+    """Play a step's groups, and return this rank's part of those that have ended.
 
-    All ranks find the same zero-std groups and choose the same replacement tasks. The groups
-    and the tasks do not depend on the number of ranks, and are the same after a resume.
+    `step` is the number of steps before this step, which `groups` have begun. All ranks find the
+    same zero-std groups and choose the same replacement tasks. The groups and the tasks do not
+    depend on the number of ranks, and are the same after a resume.
     """
     settings = config.grpo
     seed = config.run.seed
     size = config.rollout.num_generations
-    tasks: list[Task] = []
-    outcomes: list[str] = []  # of each group; empty where nothing depends on them
-    trajectories: list[Trajectory] = []
-    rounds: list[int] = []
+    outcomes: dict[int, str] = {}  # of groups by number; empty where nothing depends on them
+    ended: list[Group] = []  # of all ranks
+    waiting = [*groups.groups]  # to be played
     new = tasks_of_step(stage, step, sources, seed)
     if memory is not None:
         new = memory.draw(new, [], sources, stage, seed)
-    while new:
-        groups = range(len(tasks), len(tasks) + len(new))
-        tasks += new
-        rounds.append(len(new))
-        mine = [group for group in ranks.shard(len(tasks)) if group in groups]
-        own = [tasks[group] for group in mine]
+    coming = {0: new}  # tasks by round
+    while coming:
+        for number, tasks in coming.items():
+            waiting += groups.begin(tasks, stage.name, number)
         with ranks.phase("sample", stage.name, step + 1):
-            rollouts = play_groups(rollout, ranks, own, size, seed, "rollout", stage.name, step)
-        trajectories += rollouts
+            over = groups.play(waiting)
+        for group in over:
+            group.trajectories = no_gain_by_failing(group.trajectories, size)
+        waiting = []
+        ended += over
         if memory is None and not settings.dynamic_sampling:
             break
-        outcomes += outcomes_of(groups, mine, rollouts, config, ranks)
+        outcomes |= outcomes_of(over, config, ranks)
         if memory is not None:
-            memory.add(new, outcomes[-len(new) :])
-        if not settings.dynamic_sampling or len(rounds) > settings.max_resample_times:
-            break
-        replaced = [tasks[group] for group in groups if outcomes[group] != "mixed"]
-        if memory is not None:
-            new = memory.draw(replaced, tasks, sources, stage, seed)
-        else:
-            used = {task.key for task in tasks}
-            new = replacement_tasks(
-                replaced, used, sources, seed, "replacements", stage.name, step, len(rounds)
-            )
-    group_of = [group for group in ranks.shard(len(tasks)) for _ in range(size)]
-    counted = in_baseline(is_left_out(trajectories), size).tolist()
+            memory.add([g.task for g in over], [outcomes[g.number] for g in over])
+        coming = {}
+        for number in range(settings.max_resample_times if settings.dynamic_sampling else 0):
+            unmixed = (g for g in over if outcomes[g.number] != "mixed")
+            replaced = [group.task for group in unmixed if group.round == number]
+            # A replacement that goes on is played in the next step, not in the next round.
+            played = {g.task.key: g.task for g in (*ended, *groups.groups)}
+            played |= {task.key: task for tasks in coming.values() for task in tasks}
+            if memory is not None:
+                new = memory.draw(replaced, [*played.values()], sources, stage, seed)
+            else:
+                key = (seed, "replacements", stage.name, step, number + 1)
+                new = replacement_tasks(replaced, played, sources, *key)
+            coming |= {number + 1: new} if new else {}
+    ended.sort(key=lambda group: (group.round, group.number))
+    mine = groups.take(ended)
+    by_round = Counter(group.round for group in ended)
+    place_of = {group.number: place for place, group in enumerate(ended)}
+    samples = list[Sample]()
+    for group in mine:
+        counted = in_baseline(is_left_out(group.trajectories), size).tolist()
+        is_kept = not settings.dynamic_sampling or outcomes[group.number] == "mixed"
+        first = place_of[group.number] * size
+        samples += [
+            Sample(trajectory=t, index=first + k, kept=is_counted and is_kept)
+            for k, (t, is_counted) in enumerate(zip(group.trajectories, counted, strict=True))
+        ]
     return RolloutBatch(
-        samples=[
-            Sample(
-                trajectory=trajectory,
-                index=group * size + i % size,
-                kept=is_counted and (not settings.dynamic_sampling or outcomes[group] == "mixed"),
-            )
-            for i, (trajectory, group, is_counted) in enumerate(
-                zip(trajectories, group_of, counted, strict=True)
-            )
-        ],
-        num_first=sum(group < rounds[0] for group in group_of),
-        rounds=rounds,
-        tasks=tasks,
+        samples=samples,
+        num_first=sum(group.round == 0 for group in mine) * size,
+        rounds=[by_round[number] for number in range(max(by_round, default=0) + 1)],
+        tasks=[group.task for group in ended],
         memory=memory,
+        step=step,
     )
 
 
-def outcomes_of(
-    groups: Sequence[int],
-    mine: Sequence[int],
-    rollouts: Sequence[Trajectory],
-    config: Config,
-    ranks: Ranks,
-) -> list[str]:
-    """Return the outcome of each of the `groups`; this rank has played `rollouts` of those `mine`.
-
-    Every rank must call this function.
-    """
-    size = config.rollout.num_generations
+def outcomes_of(groups: Sequence[Group], config: Config, ranks: Ranks) -> dict[int, str]:
+    """Return the outcomes of groups that have ended, by number. Every rank must call this."""
     threshold = config.evaluation.success_threshold
-    codes = dict.fromkeys(groups, 0)
-    for place, group in enumerate(mine):
-        codes[group] = OUTCOMES.index(outcome(rollouts[place * size :][:size], threshold))
-    return [OUTCOMES[int(code)] for code in ranks.sum([*codes.values()])]
+    codes = [
+        OUTCOMES.index(outcome(group.trajectories, threshold)) if group.trajectories else 0
+        for group in groups
+    ]
+    names = (OUTCOMES[int(code)] for code in ranks.sum(codes))
+    return {group.number: name for group, name in zip(groups, names, strict=True)}
 
 
 def outcome(group: Sequence[Trajectory], threshold: float) -> str:

@@ -37,6 +37,7 @@ ZERO_STD = {
 }
 LEFT = "rollout/left_out/"  # begins metrics that are there if they are not 0
 NEW = "rollout/new_sequences/"  # ... too
+STALE = "rollout/staleness/"  # begins numbers of sampled tokens, by the staleness behind it
 OF_AGENTS = f"rollout/stop/{StopReason.AGENT_ERROR}"  # ... too
 
 
@@ -56,7 +57,10 @@ def rollout_metrics(
     `train/num_tokens` of the step before.
     """
     counts, means = _sums(batch, config, reward_names)
-    totals = iter(ranks.sum([*counts.values(), *chain(*means.values())]))
+    # One exchange, for each takes a while: see `_of_all_episodes` for what stands beside the sums.
+    mine = [*counts.values(), *chain(*means.values())], _told_of(batch.first)
+    sums, told = zip(*ranks.all_gather_objects(mine, "metrics"), strict=True)
+    totals = map(sum, zip(*sums, strict=True))
     counts = {name: next(totals) for name in counts}
     means = {name: (next(totals), next(totals)) for name in means}
     domains = config.data.domains
@@ -77,7 +81,11 @@ def rollout_metrics(
             metrics[f"rewards/{name}/std"] = (max(0.0, excess) / max(1, count - 1)) ** 0.5
     counts["train/num_tokens"] += num_tokens
     metrics |= {n: c for n, c in counts.items() if c or not n.startswith((LEFT, NEW))}
-    metrics |= _of_all_episodes(batch.first, ranks)
+    metrics |= _of_all_episodes(told)
+    of_tokens = {int(n.removeprefix(STALE)): c for n, c in metrics.items() if n.startswith(STALE)}
+    if num_sampled := sum(of_tokens.values()):
+        total = sum(staleness * count for staleness, count in of_tokens.items())
+        metrics["rollout/staleness_mean"] = total / num_sampled
     if config.grpo.dynamic_sampling:
         replacements = sum(batch.rounds[1:])
         metrics |= {
@@ -113,6 +121,13 @@ def _sums(
         "rollout/environment_errors": sum(t.stop_reason is failed for t in played),
         "rollout/left_out": sum(t.left_out in LEFT_OUT for t in played),
     }
+    if config.rollout.is_partial:
+        # The staleness of a token: optimizer steps between its weights and those that it trains.
+        sequences = (one for t in played for one in t.sequences)
+        of_tokens = Counter(batch.step - v for one in sequences for v in one.versions)
+        oldest = max(of_tokens, default=0)
+        assert oldest <= config.rollout.max_staleness, f"a token is {oldest} steps old"
+        counts |= {f"{STALE}{s}": of_tokens[s] for s in range(config.rollout.max_staleness + 1)}
     means: dict[str, tuple[float, float]] = {
         "rollout/turns": (sum(t.num_turns for t in first), len(first)),
         **{f"rollout/stop/{r}": (sum(t.stop_reason == r for t in first), len(first)) for r in ends},
@@ -143,18 +158,25 @@ def _sums(
     return counts, means
 
 
-def _of_all_episodes(mine: Sequence[Trajectory], ranks: Ranks) -> dict[str, float]:
-    """Return TRL's metrics of lengths, of the deviation of rewards, and of calls of tools.
+Told = tuple[list[tuple[int, bool]], list[float], list[tuple[str, int, int]]]
 
-    `mine` are this rank's episodes; the metrics are those of all ranks' episodes together. A length
-    is the number of sampled tokens of an episode. An episode that a maximum of tokens ended is not
-    terminated.
+
+def _told_of(episodes: Sequence[Trajectory]) -> Told:
+    """Return what `_of_all_episodes` gets of a rank: lengths, rewards and calls of tools.
+
+    A length is the number of sampled tokens of an episode. An episode that a maximum of tokens
+    ended is not terminated.
     """
-    lengths = [(t.num_sampled_in_all, t.stop_reason is StopReason.MAX_TOKENS) for t in mine]
-    rewards = [t.reward for t in mine if not t.left_out]
-    calls = [(name, *counts) for t in mine for name, counts in t.tools.items()]
-    gathered = ranks.all_gather_objects((lengths, rewards, calls), "episodes")
+    lengths = [(t.num_sampled_in_all, t.stop_reason is StopReason.MAX_TOKENS) for t in episodes]
+    rewards = [t.reward for t in episodes if not t.left_out]
+    return lengths, rewards, [(name, *counts) for t in episodes for name, counts in t.tools.items()]
+
+
+def _of_all_episodes(gathered: Sequence[Told]) -> dict[str, float]:
+    """Return TRL's metrics of lengths, of the deviation of rewards, and of calls of tools."""
     lengths, rewards, calls = (list(chain(*of)) for of in zip(*gathered, strict=True))
+    if not lengths:
+        return {}
     ended = [length for length, is_clipped in lengths if not is_clipped]
     metrics = {"completions/clipped_ratio": 1 - len(ended) / len(lengths)}
     for kind, of in (("", [length for length, _ in lengths]), ("terminated_", ended or [0])):

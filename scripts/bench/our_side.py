@@ -249,7 +249,8 @@ class Measured:
 def collect(run: Run, step: int) -> RolloutBatch:
     stage = run.parts.stages[0]
     sources = run.parts.sources(stage)
-    return collect_rollouts(run.learner.rollout, run.ranks, run.config, stage, step, sources)
+    run.open_groups.begin_step(step)
+    return collect_rollouts(run.open_groups, run.ranks, run.config, stage, step, sources)
 
 
 def sampling(run: Run, work: Work, gate: Gate) -> None:

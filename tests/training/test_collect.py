@@ -22,6 +22,7 @@ from pipeline.environments.faults import Outage
 from pipeline.report.progress import StageProgress
 from pipeline.rollout.trajectory import Trajectory
 from pipeline.training.collect import RolloutBatch, collect_rollouts, give_advantages
+from pipeline.training.open_groups import OpenGroups
 from pipeline.training.step_metrics import rollout_metrics, tell_missed
 from scripts.proofs.control import permute_rewards
 from scripts.proofs.ranks import play_ranks
@@ -83,11 +84,13 @@ def run_of(ranks: Ranks, sources: Mapping[str, list[Task]] = SOURCES, **grpo: An
     }
     environments: dict[str, type[Any]] = dict.fromkeys(sources, Desk)
     rollout = rollout_of(ScriptedSampler(scripts), chat(), environments, config.rollout)
-    return SimpleNamespace(config=config, ranks=ranks, sources=sources, rollout=rollout)
+    groups = OpenGroups(rollout, ranks, config)
+    return SimpleNamespace(config=config, ranks=ranks, sources=sources, groups=groups)
 
 
 def collect(run: Any, stage: Stage = STAGE, step: int = 0) -> RolloutBatch:
-    return collect_rollouts(run.rollout, run.ranks, run.config, stage, step, run.sources)
+    run.groups.begin_step(step)
+    return collect_rollouts(run.groups, run.ranks, run.config, stage, step, run.sources)
 
 
 def kept_of(played: RolloutBatch) -> list[bool]:
@@ -199,6 +202,7 @@ def office(*said: str) -> tuple[list[Trajectory], list[float], list[bool], dict[
     }
     sampler: Any = ScriptedSampler(scripts)
     run.rollout = rollout_of(sampler, chat(), {"left": Office}, limits)
+    run.groups = OpenGroups(run.rollout, run.ranks, run.config)
     played = collect(run, replace(STAGE, own=("left",), groups={"left": 1}))
     give_advantages(played, run.ranks, run.config)
     advantages = [sample.advantage for sample in played.samples]
@@ -306,9 +310,8 @@ def steps_with_a_memory(dynamic_sampling: bool) -> dict[str, Any]:
     run = run_of(ranks, sources, dynamic_sampling=dynamic_sampling)
     memory, drawn = TaskMemory(), list[tuple[str, str]]()
     for step in range(9):
-        batch = collect_rollouts(
-            run.rollout, ranks, run.config, STAGE, step, sources, memory=memory
-        )
+        run.groups.begin_step(step)
+        batch = collect_rollouts(run.groups, ranks, run.config, STAGE, step, sources, memory=memory)
         drawn += [task.key for task in batch.tasks]
     return {"drawn": drawn, "memory": vars(memory), "metrics": memory.metrics(batch.tasks)}
 
