@@ -353,7 +353,7 @@ def update(run: Run, stage: Stage, batch: RolloutBatch) -> dict[str, float]:
         step - stage.first_step, stage.num_steps, run.config.peak_learning_rate, settings
     )
     with run.ranks.phase("update", stage.name, step + 1):
-        run.learner.sampling.sampler.rest()
+        run.learner.sampling.rest()
         updater = updater_of(run)
         teachers = run.teachers
         taught = teach(batch, teachers, updater, run.ranks, run.config) if teachers else {}

@@ -164,7 +164,7 @@ class Ranks:
         return [*gathered]
 
     def sum(self, numbers: Sequence[float]) -> list[float]:
-        """Return the element-wise sum, in float64 and in order of ranks, of all ranks' `numbers`."""
+        """Return the element-wise sum of all ranks' `numbers`, added in the order of ranks."""
         return [sum(column) for column in zip(*self.all_gather_numbers(numbers), strict=True)]
 
     def max(self, number: float) -> float:

@@ -396,9 +396,9 @@ class SamplerPolicy:
         for conversation, sampled in complete.items():
             conversation.move_to_the_end()
             goes_on = self._goes_on(conversation, sampled)
-            # The cache of another one would change the rounding of one that is alone; what is in
-            # the cache is of weights that will be others when a message goes on.
-            if conversation.alone or goes_on:
+            # The cache of another one would change the rounding of one that is alone. One that waits
+            # for the next step needs a cache of the next weights.
+            if conversation.alone or conversation.pace.left <= 0:
                 self.sampler.close(self._open.pop(conversation))
             if not goes_on:
                 self._waiting.pop(conversation).set_result(sampled)
@@ -458,6 +458,11 @@ class SamplerPolicy:
     def _close_all(self) -> None:
         for conversation in [*self._open]:
             self.sampler.close(self._open.pop(conversation))
+
+    def rest(self) -> None:
+        """Free the memory that an update needs, and forget what the present weights computed."""
+        self._close_all()
+        self.sampler.rest()
 
     def close(self, conversation: Conversation) -> None:
         self._waiting.pop(conversation, None)

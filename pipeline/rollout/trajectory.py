@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
-from itertools import count, groupby
+from itertools import count, groupby, islice
 from typing import Any, NamedTuple, Protocol, TypeVar
 from zlib import crc32
 
@@ -251,30 +251,24 @@ class Conversation:
         turns = list[Turn]()
         for one in self.trajectory.sequences:
             versions = iter(one.versions)
-            end = len(one.prompt_ids)
+            begin = 0
             for is_sampled, of in groupby(one.loss_mask):
-                begin, end = end, end + len([*of])
+                size = len([*of])
                 if is_sampled:
-                    kept = [
-                        v for _, v in zip(range(begin, end), versions, strict=False) if v < before
-                    ]
-                    place = slice(
-                        begin - len(one.prompt_ids), begin - len(one.prompt_ids) + len(kept)
+                    kept = [version for version in islice(versions, size) if version < before]
+                    end = begin + len(kept)
+                    turn = Turn(
+                        ids=one.completion_ids[begin:end],
+                        logprobs=one.logprobs[begin:end],
+                        versions=kept,
+                        checksum=checksum(one.prompt_ids + one.completion_ids[:begin]),
+                        is_whole=len(kept) == size,
+                        finished=True,
                     )
-                    is_whole = len(kept) == end - begin
-                    if kept:
-                        turns.append(
-                            Turn(
-                                ids=one.completion_ids[place],
-                                logprobs=one.logprobs[place],
-                                versions=kept,
-                                checksum=checksum(one.ids[:begin]),
-                                is_whole=is_whole,
-                                finished=True,
-                            )
-                        )
-                    if not is_whole:
+                    turns += [turn] if kept else []
+                    if not turn.is_whole:
                         return turns
+                begin += size
         if turns:
             turns[-1] = turns[-1]._replace(is_whole=not self.num_said, finished=not self.is_cut)
         return turns

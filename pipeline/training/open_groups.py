@@ -22,7 +22,7 @@ longest episodes of the groups a to f sample 5, 12, 30, 7, 3 and 20 tokens.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import chain
 from typing import Any
@@ -178,14 +178,15 @@ class OpenGroups:
             ]
         }
 
-    def load_state_dict(self, state: dict[str, Any], stage: str) -> list[str]:
+    def load_state_dict(self, state: Mapping[str, Any], stage: str) -> list[str]:
         """Go on with the groups of a checkpoint; return the domains of those that begin anew."""
         anew = dict[str, None]()
         for saved in state.get("open_groups", ()):
-            saved = dict(saved)
-            task = saved.pop("task")
-            recorded = saved.pop("turns")
-            group = Group(task=Task(**{**task, "prompt": tuple(task["prompt"])}), **saved)
+            facts: dict[str, Any] = dict(saved)
+            recorded = facts.pop("turns")
+            task = {**facts.pop("task")}
+            task["prompt"] = tuple(task["prompt"])
+            group = Group(task=Task(**task), **facts)
             self._make_episodes(group, stage)
             for episode, turns in zip(group.episodes, recorded, strict=False):
                 episode.recorded = [Turn(*turn) for turn in turns or ()]

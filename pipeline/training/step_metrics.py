@@ -158,7 +158,7 @@ def _sums(
     return counts, means
 
 
-Told = tuple[list[tuple[int, bool]], list[float], list[tuple[str, int, int]]]
+Told = tuple[list[tuple[int, bool]], list[float], list[tuple[Any, ...]]]
 
 
 def _told_of(episodes: Sequence[Trajectory]) -> Told:

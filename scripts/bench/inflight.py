@@ -9,6 +9,13 @@ at zero latency. The script prints the wall time divided by the larger of the tw
 exit code 1 if the ratio is above 1.5, or if more than 1 % of the episodes have other tokens than at
 zero latency. (The random numbers are the same; rounding depends on the batch and may rarely turn a
 token.)
+
+    python scripts/bench/inflight.py --customers 64 --partial-rollout-tokens 16
+
+With `--partial-rollout-tokens`, the script plays `--steps` steps, in each of which one episode per
+customer begins: to its end, and as partial rollouts, of which the last step plays all to their
+end. It prints episodes per second of both, without any update, and ends with exit code 1 if partial
+rollouts are less than 1.5 times as fast.
 """
 
 from __future__ import annotations
@@ -19,8 +26,9 @@ import math
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -32,11 +40,13 @@ from pipeline.data.tasks import Task
 from pipeline.environments import Domain
 from pipeline.models.chat.template import Chat
 from pipeline.models.tiny import tiny_model, tiny_tokenizer
+from pipeline.rollout.episode import Episode
 from pipeline.rollout.rollout import Rollout, RolloutRequest, SamplerPolicy
 from pipeline.rollout.samplers.own import RowSampler
 from pipeline.rollout.trajectory import Trajectory
 
 MOST_RATIO = 1.5  # of the wall time to the least possible time
+LEAST_RATIO = 1.5  # of episodes per second with partial rollouts to those without
 MOST_TURNED = 0.01  # share of episodes with other tokens than at zero latency
 MESSAGE_TOKENS = 48  # largest length of a message
 STOP_EVERY = 12  # one of this number of token ids ends a message, so that lengths differ
@@ -48,10 +58,15 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--turns", type=int, default=6, help="replies of each customer")
     parser.add_argument("--median", type=float, default=0.5, help="of a reply's seconds")
     parser.add_argument("--sigma", type=float, default=0.8, help="of the seconds' logarithm")
+    parser.add_argument("--partial-rollout-tokens", type=int, default=0)
+    parser.add_argument("--max-staleness", type=int, default=4)
+    parser.add_argument("--steps", type=int, default=12)
     arguments = parser.parse_args(argv)
     torch.set_num_threads(1)
     where = machine()
     figures: dict[str, float] = {}
+    if arguments.partial_rollout_tokens:
+        return compare_steps(arguments, where)
     print("customers  wall s  longest s  sampler s  ratio  other tokens")
     for count in arguments.customers:
         found = measure(count, arguments)
@@ -144,6 +159,49 @@ def measure(count: int, arguments: argparse.Namespace) -> dict[str, float]:
     }
 
 
+def compare_steps(arguments: argparse.Namespace, where: dict[str, Any]) -> int:
+    """Compare steps that wait for their longest episode with steps of partial rollouts."""
+    figures: dict[str, float] = {}
+    print("customers  episodes/s  ... partial  ratio  staleness: mean  most")
+    for count in arguments.customers:
+        whole, _ = play_steps(count, arguments, math.inf)
+        partial, staleness = play_steps(count, arguments, arguments.partial_rollout_tokens)
+        found = {"whole": whole, "partial": partial, "ratio": partial / whole}
+        found |= {"staleness": fmean(staleness), "most": max(staleness)}
+        print(
+            f"{count:9}  {whole:10.2f}  {partial:11.2f}  {found['ratio']:5.2f}  "
+            f"{found['staleness']:15.2f}  {found['most']:4.0f}",
+            flush=True,
+        )
+        figures |= {f"{count}/{name}": value for name, value in found.items()}
+    write_json(arguments.json, figures, where, vars(arguments))
+    return int(any(figures[f"{count}/ratio"] < LEAST_RATIO for count in arguments.customers))
+
+
+def play_steps(count: int, arguments: argparse.Namespace, tokens: float) -> tuple[float, list[int]]:
+    """Return episodes per second of steps, and the staleness of each token."""
+    fields = {"turns": arguments.turns, "median": arguments.median, "sigma": arguments.sigma}
+    rollout, _ = rollout_of(environment_of(Slow, **fields), 10 * count)
+    staleness = list[int]()
+    playing = list[Episode]()
+    begun = time.perf_counter()
+    for step in range(arguments.steps):
+        names = (f"{step}-{number}" for number in range(count))
+        playing += rollout.begin([replace(request(name), begun=step) for name in names])
+        for episode in playing:
+            must_end = (
+                step + 1 == arguments.steps or step - episode.begun >= arguments.max_staleness
+            )
+            episode.pace.most = math.inf if must_end else tokens
+            episode.pace.version = step
+        rollout.go_on(playing)
+        ended = [episode for episode in playing if episode.has_ended]
+        staleness += [step - version for t in rollout.end(ended) for version in t.versions]
+        rollout.drop(ended)
+        playing = [episode for episode in playing if episode not in ended]
+    return arguments.steps * count / (time.perf_counter() - begun), staleness
+
+
 def num_replies(trajectory: Trajectory, turns: int) -> int:
     is_over = trajectory.stop_reason == "completed"
     return turns if is_over else sum(m["role"] == "user" for m in trajectory.messages) - 1
@@ -151,6 +209,18 @@ def num_replies(trajectory: Trajectory, turns: int) -> int:
 
 def play(count: int, environment: type[Any]) -> tuple[list[Trajectory], float, float]:
     """Play one episode with each customer; return (episodes, sampler's seconds, wall seconds)."""
+    rollout, sampler = rollout_of(environment, count)
+    requests = [request(str(number)) for number in range(count)]
+    begun = time.perf_counter()
+    trajectories = rollout(requests)
+    wall_s = time.perf_counter() - begun
+    errors: Sequence[str] = [t.error for t in trajectories if t.error]
+    assert not errors, errors[0]
+    return trajectories, sampler.busy_s, wall_s
+
+
+def rollout_of(environment: type[Any], most: int) -> tuple[Rollout, TimedSampler]:
+    """Return a rollout of at most so many episodes at once, and its sampler."""
     tokenizer = tiny_tokenizer()
     chat = Chat(tokenizer)
     model = tiny_model(tokenizer, seed=1)
@@ -160,17 +230,10 @@ def play(count: int, environment: type[Any]) -> tuple[list[Trajectory], float, f
         max_turns=1000,
         max_tokens=4000,
         max_tokens_per_turn=MESSAGE_TOKENS,
-        max_concurrent_episodes=count,
+        max_concurrent_episodes=most,
     )
     domains = {"desk": Domain(name="desk", environment=environment)}
-    rollout = Rollout(SamplerPolicy(sampler, chat, limits), chat, domains, limits)
-    requests = [request(str(number)) for number in range(count)]
-    begun = time.perf_counter()
-    trajectories = rollout(requests)
-    wall_s = time.perf_counter() - begun
-    errors: Sequence[str] = [t.error for t in trajectories if t.error]
-    assert not errors, errors[0]
-    return trajectories, sampler.busy_s, wall_s
+    return Rollout(SamplerPolicy(sampler, chat, limits), chat, domains, limits), sampler
 
 
 def request(name: str) -> RolloutRequest:
