@@ -396,8 +396,8 @@ class SamplerPolicy:
         for conversation, sampled in complete.items():
             conversation.move_to_the_end()
             goes_on = self._goes_on(conversation, sampled)
-            # The cache of another one would change the rounding of one that is alone. One that waits
-            # for the next step needs a cache of the next weights.
+            # The cache of another one would change the rounding of one that is alone. One that
+            # waits for the next step needs a cache of the next weights.
             if conversation.alone or conversation.pace.left <= 0:
                 self.sampler.close(self._open.pop(conversation))
             if not goes_on:

@@ -77,8 +77,6 @@ class OpenGroups:
         self._step = step
         self._drains = drains
         self._saves = saves
-        for group in self.groups:
-            self._set_pace(group)
 
     def begin(self, tasks: Sequence[Task], stage: str, round: int) -> list[Group]:
         """Begin a group of each task, in the step that has begun."""
@@ -102,7 +100,6 @@ class OpenGroups:
                 for k in range(self._settings.num_generations)
             ]
         )
-        self._set_pace(group)
 
     def _set_pace(self, group: Group) -> None:
         settings = self._settings
@@ -121,7 +118,9 @@ class OpenGroups:
         checkpoint then holds the groups as they were when the step began.
         """
         try:
-            self._rollout.go_on([episode for group in groups for episode in group.episodes])
+            self._go_on(groups)
+            if self._saves:  # an episode that has begun may wait for what no checkpoint can hold
+                self._go_on([group for group in groups if not group.can_be_replayed])
             ended = [group for group in groups if group.has_ended]
             episodes = [episode for group in ended for episode in group.episodes]
             trajectories = self._rollout.end(episodes)
@@ -138,6 +137,11 @@ class OpenGroups:
         shards = self._ranks.all_gather_numbers([group.number for group in ended])
         numbers = {*chain(*shards)}
         return [group for group in groups if group.number in numbers]
+
+    def _go_on(self, groups: Sequence[Group]) -> None:
+        for group in groups:
+            self._set_pace(group)
+        self._rollout.go_on([episode for group in groups for episode in group.episodes])
 
     def take(self, ended: Sequence[Group]) -> list[Group]:
         """Remove groups that have ended; return those of this rank, in order.
