@@ -10,7 +10,7 @@ import re
 from array import array
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from hashlib import blake2b
 from typing import Any
 from unicodedata import normalize
@@ -213,11 +213,16 @@ def _said(message: Message) -> list[Any]:
     return [message["role"], message["content"], [call.get("function") for call in calls]]
 
 
+@lru_cache(maxsize=4096)  # tasks have texts in common, such as the rules of a domain
+def _plain(text: str) -> str:
+    text = text if text.isascii() else UNSEEN.sub("", normalize("NFKC", text))
+    return " ".join(text.casefold().split())
+
+
 def plain_words(value: Any) -> Any:
     """Return a JSON value whose texts have neither case, nor width, nor spaces around words."""
     if isinstance(value, str):
-        text = value if value.isascii() else UNSEEN.sub("", normalize("NFKC", value))
-        return " ".join(text.casefold().split())
+        return _plain(value)
     if isinstance(value, dict):
         return {key: plain_words(of) for key, of in value.items()}
     return [*map(plain_words, value)] if isinstance(value, list) else value

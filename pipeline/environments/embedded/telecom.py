@@ -260,7 +260,7 @@ def draft_task(random: Random, family: str, branch: str, case: Branch) -> Draft:
     }
     database = TelecomDatabase(lines=lines, device=Device(fault=fault))
     words = random.choice(get_args(Amount))
-    expected = database.model_copy(deep=True)
+    expected = type(database).model_validate_json(database.model_dump_json())
     final = expected.lines[ids[0]]
     if branch in get_args(Reason):
         expected.case.transferred = branch
