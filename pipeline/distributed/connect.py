@@ -41,7 +41,11 @@ def _connected(config: Config) -> tuple[Accelerator, Ranks]:
         kwargs_handlers=[
             # The watchdog has GRACE_S seconds to report a hang before NCCL or gloo times out.
             InitProcessGroupKwargs(timeout=timedelta(seconds=config.run.timeout + GRACE_S)),
-            DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True),
+            # Gradients are summed after the last backward pass, so a small first bucket, which DDP
+            # has by default, would only be one more exchange.
+            DistributedDataParallelKwargs(
+                broadcast_buffers=False, gradient_as_bucket_view=True, bucket_cap_mb=26
+            ),
         ],
     )
     if accelerator.distributed_type.value not in ("NO", "MULTI_GPU", "MULTI_CPU"):

@@ -81,7 +81,9 @@ def collect_rollouts(
     settings = config.grpo
     seed = config.run.seed
     size = config.rollout.num_generations
-    outcomes: dict[int, str] = {}  # of groups by number; empty where nothing depends on them
+    outcomes: dict[
+        tuple[int, int], str
+    ] = {}  # of groups by key; empty where nothing depends on them
     ended: list[Group] = []  # of all ranks
     waiting = [*groups.groups]  # to be played
     new = tasks_of_step(stage, step, sources, seed)
@@ -101,10 +103,10 @@ def collect_rollouts(
             break
         outcomes |= outcomes_of(over, config, ranks)
         if memory is not None:
-            memory.add([g.task for g in over], [outcomes[g.number] for g in over])
+            memory.add([g.task for g in over], [outcomes[g.key] for g in over])
         coming = {}
         for number in range(settings.max_resample_times if settings.dynamic_sampling else 0):
-            unmixed = (g for g in over if outcomes[g.number] != "mixed")
+            unmixed = (g for g in over if outcomes[g.key] != "mixed")
             replaced = [group.task for group in unmixed if group.round == number]
             # A replacement that goes on is played in the next step, not in the next round.
             played = {g.task.key: g.task for g in (*ended, *groups.groups)}
@@ -115,15 +117,15 @@ def collect_rollouts(
                 key = (seed, "replacements", stage.name, step, number + 1)
                 new = replacement_tasks(replaced, played, sources, *key)
             coming |= {number + 1: new} if new else {}
-    ended.sort(key=lambda group: (group.round, group.number))
+    ended.sort(key=lambda group: (group.round, group.key))
     mine = groups.take(ended)
     by_round = Counter(group.round for group in ended)
-    place_of = {group.number: place for place, group in enumerate(ended)}
+    place_of = {group.key: place for place, group in enumerate(ended)}
     samples = list[Sample]()
     for group in mine:
         counted = in_baseline(is_left_out(group.trajectories), size).tolist()
-        is_kept = not settings.dynamic_sampling or outcomes[group.number] == "mixed"
-        first = place_of[group.number] * size
+        is_kept = not settings.dynamic_sampling or outcomes[group.key] == "mixed"
+        first = place_of[group.key] * size
         samples += [
             Sample(trajectory=t, index=first + k, kept=is_counted and is_kept)
             for k, (t, is_counted) in enumerate(zip(group.trajectories, counted, strict=True))
@@ -138,15 +140,17 @@ def collect_rollouts(
     )
 
 
-def outcomes_of(groups: Sequence[Group], config: Config, ranks: Ranks) -> dict[int, str]:
-    """Return the outcomes of groups that have ended, by number. Every rank must call this."""
+def outcomes_of(
+    groups: Sequence[Group], config: Config, ranks: Ranks
+) -> dict[tuple[int, int], str]:
+    """Return the outcomes of groups that have ended, by key. Every rank must call this."""
     threshold = config.evaluation.success_threshold
     codes = [
         OUTCOMES.index(outcome(group.trajectories, threshold)) if group.trajectories else 0
         for group in groups
     ]
     names = (OUTCOMES[int(code)] for code in ranks.sum(codes))
-    return {group.number: name for group, name in zip(groups, names, strict=True)}
+    return {group.key: name for group, name in zip(groups, names, strict=True)}
 
 
 def outcome(group: Sequence[Trajectory], threshold: float) -> str:

@@ -41,11 +41,15 @@ class Group:
     """`num_generations` episodes of one task."""
 
     task: Task
-    number: int  # among the groups that are open at once; the ranks play them in turn
     step: int  # number of optimizer steps before the one in which it began
+    place: int  # among the groups that began in this step; the ranks play them in turn
     round: int = 0  # of dynamic sampling
     episodes: list[Episode] = field(default_factory=list)  # on the rank that plays them
     trajectories: list[Trajectory] = field(default_factory=list)  # there, once all have ended
+
+    @property
+    def key(self) -> tuple[int, int]:
+        return self.step, self.place
 
     @property
     def has_ended(self) -> bool:
@@ -57,7 +61,7 @@ class Group:
 
 
 class OpenGroups:
-    """The groups of all ranks that are open, in order of their numbers."""
+    """The groups of all ranks that are open, in the order in which they began."""
 
     def __init__(self, rollout: Rollout, ranks: Ranks, config: Config) -> None:
         self.groups = list[Group]()
@@ -66,6 +70,7 @@ class OpenGroups:
         self._config = config
         self._settings = config.rollout
         self._step = 0
+        self._num_begun = 0  # in this step
         self._drains = False
         self._saves = False
 
@@ -75,23 +80,24 @@ class OpenGroups:
         `saves` says that a checkpoint follows.
         """
         self._step = step
+        self._num_begun = 0
         self._drains = drains
         self._saves = saves
 
     def begin(self, tasks: Sequence[Task], stage: str, round: int) -> list[Group]:
         """Begin a group of each task, in the step that has begun."""
-        first = max((group.number for group in self.groups), default=-1) + 1
         begun = [
-            Group(task=task, number=number, step=self._step, round=round)
-            for number, task in enumerate(tasks, first)
+            Group(task=task, step=self._step, place=place, round=round)
+            for place, task in enumerate(tasks, self._num_begun)
         ]
+        self._num_begun += len(begun)
         for group in begun:
             self._make_episodes(group, stage)
         self.groups += begun
         return begun
 
     def _make_episodes(self, group: Group, stage: str) -> None:
-        if group.number not in self._ranks.shard(group.number + 1):
+        if group.place not in self._ranks.shard(group.place + 1):
             return
         key = (self._config.run.seed, "rollout", stage, group.step, *group.task.key)
         group.episodes = self._rollout.begin(
@@ -134,9 +140,9 @@ class OpenGroups:
             group.trajectories = trajectories[place * size :][:size]
         if not self._settings.is_partial:
             return [*groups]
-        shards = self._ranks.all_gather_numbers([group.number for group in ended])
-        numbers = {*chain(*shards)}
-        return [group for group in groups if group.number in numbers]
+        gathered = self._ranks.all_gather_objects([group.key for group in ended], "ended groups")
+        keys = {*chain(*gathered)}
+        return [group for group in groups if group.key in keys]
 
     def _go_on(self, groups: Sequence[Group]) -> None:
         for group in groups:
@@ -152,10 +158,10 @@ class OpenGroups:
         self.groups = [group for group in self.groups if group not in ended]
         if not (self._config.run.deterministic and self._settings.is_partial):
             return [group for group in ended if group.trajectories]
-        mine = {group.number: group.trajectories for group in ended}
+        mine = {group.key: group.trajectories for group in ended}
         gathered = self._ranks.all_gather_objects(mine, "groups")
         for group in ended:
-            group.trajectories = next(of[group.number] for of in gathered if of[group.number])
+            group.trajectories = next(of[group.key] for of in gathered if of[group.key])
         return [ended[index] for index in self._ranks.shard(len(ended))]
 
     def state_dict(self, step: int) -> dict[str, Any]:
@@ -165,17 +171,17 @@ class OpenGroups:
         """
         kept = [group for group in self.groups if group.step < step]
         mine = {
-            group.number: [e.conversation and e.conversation.record(step) for e in group.episodes]
+            group.key: [e.conversation and e.conversation.record(step) for e in group.episodes]
             for group in kept
             if group.can_be_replayed
         }
         gathered = self._ranks.all_gather_objects(mine, "open groups") if kept else []
-        names = ("number", "step", "round")
+        names = ("step", "place", "round")
         return {
             "open_groups": [
                 {
                     "task": asdict(group.task),
-                    "turns": [turns for of in gathered for turns in of.get(group.number, [])],
+                    "turns": [turns for of in gathered for turns in of.get(group.key, [])],
                     **{name: getattr(group, name) for name in names},
                 }
                 for group in kept
