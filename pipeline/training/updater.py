@@ -242,8 +242,7 @@ class Updater:
             costs = costs_of(
                 [sequence.ids for _, sequence in trained], self.shares_prefixes, self._pair
             )
-        self.ranks.barrier("update")  # this barrier reports a rank that is stuck in rollouts
-        everyone = self.ranks.all_gather_numbers([sum(kept), sum(lengths), *costs])
+        everyone = self.ranks.all_gather_objects([sum(kept), sum(lengths), *costs], "update")
         num_sequences, num_tokens = self._counts(everyone)
         statistics = {"train/learning_rate": learning_rate, "train/trained_episodes": num_sequences}
         if num_tokens == 0:  # all groups on all ranks are zero-std groups
