@@ -7,11 +7,22 @@ The control is the first recipe in `control.py`, which permutes rewards, so that
 information about episodes. The table compares sampled success with sampled success, and greedy with
 greedy. The interval is the 95 % interval of the mean difference over tasks (paired, normal). Flags
 after `--` are passed to every run.
+
+    python scripts/proofs/learning.py --seeds 1 2 3 4 5 --recipes three_domain_tiny --variants \
+        synchronous= "partial=--partial-rollout-tokens 24" --figure curve.png
+
+With `--variants`, each recipe is run with each variant's flags; the last lines have each variant's
+mean over the seeds with its standard error, and its mean difference to the first variant.
+`--figure` draws the validations of the variants, mean over seeds and domains.
 """
 
 from __future__ import annotations
 
+import json
+import shlex
 import sys
+from collections import defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
@@ -39,20 +50,33 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--split", default="test", choices=["validation", "test"])
     parser.add_argument("--output-dir", type=Path, default=Path("runs/learning"))
     parser.add_argument("--reuse", action="store_true", help="keep runs that are finished already")
+    parser.add_argument("--variants", nargs="+", default=["="], metavar="NAME=FLAGS")
+    parser.add_argument("--figure", type=Path, help="a picture of the validations")
     parser.add_argument("passed_on", nargs="*", help="after --: flags of every run")
     options = parser.parse_args(argv)
-    jobs = [(recipe, seed, "") for recipe in options.recipes for seed in options.seeds]
+    variants = dict(variant.split("=", 1) for variant in options.variants)
+    jobs = [
+        (recipe, seed, variant)
+        for recipe in options.recipes
+        for seed in options.seeds
+        for variant in variants
+    ]
     if options.control:
-        jobs += [(options.recipes[0], seed, "-control") for seed in options.seeds]
+        jobs += [(options.recipes[0], seed, "control") for seed in options.seeds]
     found: dict[str, Any] = {}
     print(HEADING)
-    for recipe, seed, control in jobs:
-        name = f"{recipe}{control}-seed-{seed}"
+    for recipe, seed, variant in jobs:
+        name = "-".join(filter(None, (recipe, variant, f"seed-{seed}")))
         flags = ["--config", recipe, "--seed", str(seed), "--eval-split", options.split]
-        flags += options.passed_on
-        place = {"script": CONTROL} if control else {}
+        flags += [*options.passed_on, *shlex.split(variants.get(variant, ""))]
+        place = {"script": CONTROL} if variant == "control" else {}
         found[name] = trained(options.output_dir / name, flags, options, **place)
+        found[name]["variant"] = variant
         print(line_of(name, found[name]), flush=True)
+    if len(variants) > 1:
+        print(*compared(found, list(variants)), sep="\n")
+    if options.figure:
+        draw(found, options.figure)
     write_json(options.json, found, machine(), vars(options))
     return 0
 
@@ -95,6 +119,47 @@ def figures(results: dict[str, Any]) -> dict[str, Any]:
         "change": fmean(differences),
         "change_interval": 1.96 * stdev(differences) / len(differences) ** 0.5,
     }
+
+
+def compared(found: dict[str, Any], variants: list[str]) -> Iterator[str]:
+    """A line for each variant: mean and standard error over seeds, and the difference by seed."""
+    after = {v: [row["after"] for row in found.values() if row["variant"] == v] for v in variants}
+    first = after[variants[0]]
+    for variant, of in after.items():
+        differences = [a - b for a, b in zip(of, first, strict=True)]
+        yield (
+            f"{variant:<36}after {fmean(of):.3f} +- {error_of(of):.3f} (standard error), "
+            f"against {variants[0]} {fmean(differences):+.3f} +- {error_of(differences):.3f}"
+        )
+
+
+def error_of(values: list[float]) -> float:
+    """The standard error of the mean."""
+    return stdev(values) / len(values) ** 0.5 if len(values) > 1 else 0.0
+
+
+def draw(found: dict[str, Any], path: Path) -> None:
+    """Draw the mean validation success of each variant over the steps."""
+    from matplotlib.figure import Figure
+
+    curves = defaultdict[str, dict[int, list[float]]](lambda: defaultdict(list))
+    for row in found.values():
+        for text in (Path(row["folder"]) / "metrics.jsonl").read_text().splitlines():
+            line = json.loads(text)
+            if line["kind"] == "validation":
+                rates = [v for k, v in line.items() if k.endswith("/success")]
+                curves[row["variant"]][line["step"]].append(fmean(rates))
+    figure = Figure(figsize=(6, 3.2), layout="constrained")
+    axes = figure.subplots()
+    for variant, of in curves.items():
+        steps = sorted(of)
+        means = [fmean(of[step]) for step in steps]
+        errors = [error_of(of[step]) for step in steps]
+        axes.errorbar(steps, means, yerr=errors, marker="o", capsize=3, label=variant)
+    axes.set(xlabel="optimizer steps", ylabel="validation success, mean of domains")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(path, dpi=110)
 
 
 def line_of(name: str, row: dict[str, Any]) -> str:
