@@ -233,8 +233,14 @@ class Memory:
         limits = config.rollout
         data = config.data
         trials = len(data.domains) * data.eval_tasks_per_domain * config.evaluation.eval_trials
-        groups = -(-limits.tasks_per_step // self.num_ranks) * config.grpo.use_grpo
+        groups = self._groups(config, self.num_ranks) * config.grpo.use_grpo
         return max(groups * limits.num_generations, -(-trials // self.num_ranks))
+
+    def _groups(self, config: Config, num_ranks: int) -> int:
+        """Return the most groups that a rank has in a step, with those of earlier steps."""
+        limits = config.rollout
+        num_steps = 1 + limits.max_staleness * limits.is_partial
+        return -(-limits.tasks_per_step // num_ranks) * num_steps
 
     def _tokens(self, config: Config) -> int:
         """Return the most tokens of a micro-batch; 0 if nothing is trained."""
@@ -244,7 +250,7 @@ class Memory:
         longest = self.longest(config)
         # With dynamic sampling, a rank may get the groups of others.
         num_ranks = 1 if config.grpo.dynamic_sampling else self.num_ranks
-        groups = -(-limits.tasks_per_step // num_ranks)
+        groups = self._groups(config, num_ranks)
         return max(longest, min(self.budget(config), groups * limits.num_generations * longest))
 
     def budget(self, config: Config) -> int:

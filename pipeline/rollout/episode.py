@@ -70,7 +70,6 @@ class Shared:
     faults: FaultLog
     greedy: bool
     has_reward_functions: bool = False
-    processes: asyncio.Semaphore  # a place for each process of an agent
     judge: tools.Judge | None = None
     reply: Reply = reply_of
     watch: Watch | None = None
@@ -97,6 +96,7 @@ class Episode:
         self.pace = Pace()
         self.recorded = list[Turn]()  # messages to be taken again
         self.domain = domain
+        self.is_process = domain.is_process or isinstance(domain.loop, AgentProcess)
         self.opening_message = opening_message
         self.shared = shared
         self._until: float | None = None  # as the rollout's
@@ -152,18 +152,16 @@ class Episode:
             pace=self.pace,
             recorded=deque(self.recorded),
         )
-        is_process = self.domain.is_process or isinstance(self.domain.loop, AgentProcess)
-        async with self.shared.processes if is_process else nullcontext():
-            try:
-                await self._play(conversation)
-            except EnvironmentFault as fault:
-                self.shared.policy.close(conversation)
-                is_agents = self._is_agents and trajectory.num_turns > 0 and not fault.outage
-                trajectory.stop_reason = FAILED[is_agents]
-                trajectory.error = masked(str(fault))
-                trajectory.left_out = "outage" if fault.outage else self._left_out
-                self.shared.faults.add(*self.task.key, fault.call, str(fault))
-            await self._close()
+        try:
+            await self._play(conversation)
+        except EnvironmentFault as fault:
+            self.shared.policy.close(conversation)
+            is_agents = self._is_agents and trajectory.num_turns > 0 and not fault.outage
+            trajectory.stop_reason = FAILED[is_agents]
+            trajectory.error = masked(str(fault))
+            trajectory.left_out = "outage" if fault.outage else self._left_out
+            self.shared.faults.add(*self.task.key, fault.call, str(fault))
+        await self._close()
         causes = Counter(
             one.begun_by for one in trajectory.sequences if one.num_turns or one.num_sampled_tokens
         )

@@ -5,8 +5,7 @@ import math
 import os
 import time
 from bisect import bisect
-from collections import deque
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
 from itertools import groupby
@@ -80,7 +79,9 @@ class Rollout:
         self.calls = Calls(self.limits.call_timeout, lambda key: self.on_progress(key))
         self._open = set[Episode]()  # of `begin`, until `end`
         self._loop: asyncio.AbstractEventLoop | None = None  # in which they play
-        self._processes = asyncio.Semaphore(1)
+        self._most_processes = self.limits.max_agents or (
+            AGENTS_PER_CORE * len(os.sched_getaffinity(0))
+        )
 
     def __call__(
         self,
@@ -106,9 +107,6 @@ class Rollout:
         if self._loop is None:
             self._loop = asyncio.new_event_loop()
             self.calls.begin()
-            self._processes = asyncio.Semaphore(
-                self.limits.max_agents or AGENTS_PER_CORE * len(os.sched_getaffinity(0))
-            )
         shared = Shared(
             policy=self.policy,
             chat=self.chat,
@@ -117,7 +115,6 @@ class Rollout:
             faults=self.faults,
             greedy=greedy,
             has_reward_functions=self.rewards is not None,
-            processes=self._processes,
             judge=self.judge,
             reply=self.reply,
             watch=self.watch,
@@ -180,7 +177,7 @@ class Rollout:
 
     async def _play_together(self, episodes: Sequence[Episode], progress: Progress | None) -> None:
         """Play at most `policy.max_episodes` at once; an episode that can go on never waits."""
-        waiting = deque(e for e in episodes if e.playing is None)
+        waiting = [episode for episode in episodes if episode.playing is None]
         for episode in episodes:
             episode.pace.left = episode.pace.most
             # The order in which they waited last, in an earlier step, must not matter.
@@ -188,7 +185,7 @@ class Rollout:
                 episode.conversation.move_to_the_end()
         active = {e for e in episodes if e.playing is not None and not e.playing.done()}
         while waiting or active:
-            active |= set(self._start(waiting, self.policy.max_episodes - len(active)))
+            active |= set(self._start(waiting, active))
             await asyncio.sleep(0)  # every new episode comes to its first message or call
             must_wait = self.deterministic and self.calls.is_busy
             if self.policy.num_waiting and not must_wait:
@@ -204,15 +201,22 @@ class Rollout:
             if progress is not None and ended:
                 progress(len(ended))
 
-    def _start(self, waiting: deque[Episode], room: int) -> list[Episode]:
-        """Start up to `room` episodes, but none while the room is small."""
-        count = min(len(waiting), room)
+    def _start(self, waiting: list[Episode], active: Collection[Episode]) -> list[Episode]:
+        """Start episodes as far as there is room, but none while the room is small."""
+        count = min(len(waiting), self.policy.max_episodes - len(active))
         if count < min(len(waiting), max(1, self.policy.max_episodes // 4)):
             return []
-        started = [waiting.popleft() for _ in range(count)]
+        # The processes of episodes that wait for the next step do not count: they do nothing.
+        places = self._most_processes - sum(episode.is_process for episode in active)
+        started = list[Episode]()
+        for episode in waiting[:count]:
+            if places > 0 or not episode.is_process:
+                places -= episode.is_process
+                started.append(episode)
         for episode in started:
             episode.playing = asyncio.create_task(episode.play())
             episode.playing.add_done_callback(lambda _: self.calls.answered.set())
+        waiting[:] = [episode for episode in waiting if episode.playing is None]
         return started
 
     async def _wait(self) -> None:

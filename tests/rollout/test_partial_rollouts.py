@@ -3,6 +3,7 @@
 import asyncio
 import json
 import math
+import sys
 from itertools import count
 
 import pytest
@@ -11,15 +12,18 @@ import torch
 from pipeline.config.settings import Config, RolloutSettings
 from pipeline.distributed.ranks import Ranks
 from pipeline.environments import Domain
+from pipeline.environments.agent_process import agent_process
 from pipeline.models.tiny import tiny_model
 from pipeline.rollout.rollout import RolloutRequest
 from pipeline.rollout.samplers.generate import GenerateSampler
 from pipeline.rollout.samplers.own import RowSampler
 from pipeline.rollout.trajectory import Conversation, Pace, Trajectory
 from pipeline.training.open_groups import OpenGroups
+from tests.support import ROOT
 from tests.support.helpers import chat, make_task, rollout_of, tokenizer
 
 LIMITS = RolloutSettings(max_turns=9, max_tokens=600, max_tokens_per_turn=30, num_generations=2)
+DESK_PROGRAM = f"{sys.executable} -S -P {ROOT / 'tests' / 'support' / 'desk_program.py'}"
 STOPS = range(0, len(tokenizer()), 12)  # ids that end a message, so that lengths differ
 SHARE = 4  # tokens of an episode in a step
 
@@ -67,6 +71,16 @@ def talk(kind):
 Talk, SlowTalk, MoodyTalk = map(talk, (Customer, Slow, Moody))
 
 
+class Counter(Talk):
+    def look(self, item: str) -> str:
+        """Look an item up.
+
+        Args:
+            item: Its name.
+        """
+        return item
+
+
 async def conversations(policy, task):
     """A loop that does not know of steps: two conversations, each of two messages."""
     for first in ("one", "two"):
@@ -83,8 +97,8 @@ def rollout(environment=Talk, sampler=RowSampler, deterministic=True, stops=STOP
     limits = LIMITS.model_copy(update=settings)
     model = tiny_model(tokenizer(), seed=1)
     samples = sampler(model, chat().end_of_turn_id, 1.0, torch.float32, other_stops=stops)
-    is_class = isinstance(environment, type)
-    domain = environment if is_class else Domain(name="desk", loop=environment)
+    is_made = isinstance(environment, (type, Domain))
+    domain = environment if is_made else Domain(name="desk", loop=environment)
     return rollout_of(samples, chat(), {"desk": domain}, limits, deterministic)
 
 
@@ -124,6 +138,17 @@ def test_parts_have_the_tokens_of_the_whole(sampler, environment):
         assert versions == sorted(versions)
         assert max(map(versions.count, versions)) == SHARE
         assert one.messages == other.messages
+
+
+def test_a_process_that_waits_for_the_next_step_takes_no_place_of_another():
+    program = agent_process("agents: desk", DESK_PROGRAM, prints_reward=False)
+    domain = Domain(name="desk", environment=Counter, loop=program)
+    whole = rollout(domain)(requests())
+    parts = in_parts(rollout(domain, max_agents=1))
+    for one, other in zip(whole, parts, strict=True):
+        assert one.num_turns > 1 and one.reward == 1.0
+        assert (one.ids, one.messages) == (other.ids, other.messages)
+        assert other.versions[-1] > 1
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 100])

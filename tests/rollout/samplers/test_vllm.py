@@ -409,8 +409,12 @@ def play_beside_the_stand_in(*arguments, folder, **given):
 
 @pytest.mark.parametrize(
     "flags",
-    [pytest.param([], marks=pytest.mark.proof), ["--use-peft"]],
-    ids=["whole", "adapters"],
+    [
+        pytest.param([], marks=pytest.mark.proof),
+        ["--use-peft"],
+        ["--partial-rollout-tokens", "5"],
+    ],
+    ids=["whole", "adapters", "partial"],
 )
 @pytest.mark.whole_run
 def test_an_engine_that_fails_is_named_and_ranks_and_the_resume_change_no_draw(flags, tmp_path):
@@ -419,8 +423,12 @@ def test_an_engine_that_fails_is_named_and_ranks_and_the_resume_change_no_draw(f
     found = records(one)
     steps = [line for line in found if line["kind"] == "train"]
     assert [line["step"] for line in steps] == [1, 2]
-    assert all(line["train/grad_norm"] > 0 for line in steps)
-    assert all(line["train/sampling_logp_difference_max"] < 1e-4 for line in steps)
+    assert steps[1]["train/grad_norm"] > 0
+    if "--partial-rollout-tokens" in flags:
+        assert steps[1]["rollout/staleness/1"] > 0
+    else:
+        assert steps[0]["train/grad_norm"] > 0
+        assert all(line["train/sampling_logp_difference_max"] < 1e-4 for line in steps)
 
     two.mkdir()
     (two / "trouble").touch()
