@@ -509,9 +509,9 @@ def test_the_correction_has_trls_names_and_defaults():
         assert parse(argv).corrects_sampling == corrects
     assert without_effect(parse(given)) == []
     (line,) = without_effect(parse(given[2:]))
-    assert line == "vllm_importance_sampling_clip_min: has no effect without sampler vllm"
+    assert line == "vllm_importance_sampling_clip_min: has no effect without sampler vllm, or partial_rollout_tokens"
     (line,) = without_effect(parse(["--vllm-memory", "0.5"]))
-    assert line == "vllm_memory: has no effect without sampler vllm"
+    assert line == "vllm_memory: has no effect without sampler vllm, or partial_rollout_tokens"
 
 
 def test_what_only_experts_or_only_a_sequence_use_is_told():
