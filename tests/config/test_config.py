@@ -511,7 +511,7 @@ def test_the_correction_has_trls_names_and_defaults():
     (line,) = without_effect(parse(given[2:]))
     assert line == "vllm_importance_sampling_clip_min: has no effect without sampler vllm, or partial_rollout_tokens"
     (line,) = without_effect(parse(["--vllm-memory", "0.5"]))
-    assert line == "vllm_memory: has no effect without sampler vllm, or partial_rollout_tokens"
+    assert line == "vllm_memory: has no effect without sampler vllm"
 
 
 def test_what_only_experts_or_only_a_sequence_use_is_told():
