@@ -505,11 +505,17 @@ def test_the_correction_has_trls_names_and_defaults():
         ([*given, "--no-vllm-importance-sampling-correction"], False),
         ([], False),
         (["--sampler", "generate"], False),
+        (["--partial-rollout-tokens", "8"], True),
+        (["--partial-rollout-tokens", "8", "--max-staleness", "0"], False),
     ):
         assert parse(argv).corrects_sampling == corrects
     assert without_effect(parse(given)) == []
     (line,) = without_effect(parse(given[2:]))
-    assert line == "vllm_importance_sampling_clip_min: has no effect without sampler vllm, or partial_rollout_tokens"
+    needed = "sampler vllm, or partial_rollout_tokens"
+    assert line == f"vllm_importance_sampling_clip_min: has no effect without {needed}"
+    assert without_effect(parse([*given[2:], "--partial-rollout-tokens", "8"])) == []
+    (line,) = without_effect(parse(["--max-staleness", "2"]))
+    assert line == "max_staleness: has no effect without partial_rollout_tokens"
     (line,) = without_effect(parse(["--vllm-memory", "0.5"]))
     assert line == "vllm_memory: has no effect without sampler vllm"
 
