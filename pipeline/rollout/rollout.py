@@ -153,6 +153,10 @@ class Rollout:
                 record_customer(episode.environment, episode.trajectory)
         return [episode.trajectory for episode in episodes]
 
+    def close(self) -> None:
+        """Drop all episodes, of a run that ends while some wait for a step."""
+        self.drop([*self._open])
+
     def drop(self, episodes: Iterable[Episode]) -> None:
         """Forget episodes, which may still play."""
         playing = [e.playing for e in self._open.intersection(episodes) if e.playing is not None]

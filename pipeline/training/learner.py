@@ -156,7 +156,8 @@ class Learner:
         self.check_agreement(self._prompt)
 
     def close(self) -> None:
-        """End the sampler; there is none if the making of another one has failed."""
+        """End episodes and the sampler; there is none if the making of another one has failed."""
+        self.rollout.close()
         if hasattr(self.sampling, "sampler"):
             self.sampling.sampler.end()
 

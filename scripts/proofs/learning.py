@@ -166,7 +166,9 @@ def line_of(name: str, row: dict[str, Any]) -> str:
     """Format the line of one run."""
     domains = "  ".join(f"{domain} {value:.2f}" for domain, value in row["domains"].items())
     change = f"{row['change']:+.3f} +- {row['change_interval']:.3f}"
-    greedy = f"{row['greedy_before']:.2f} -> {row['greedy_after']:.2f}"
+    greedy = ""
+    if "greedy_after" in row:
+        greedy = f"{row['greedy_before']:.2f} -> {row['greedy_after']:.2f}"
     return (
         f"{name:<36}{row['before']:>8.3f}{row['after']:>8.3f}{change:>20}  {domains:<34}"
         f"{greedy:>16}{row['seconds']:>9.0f}"
