@@ -216,11 +216,7 @@ def begin_stage(run: Run, stage: Stage) -> int:
     if is_inside:
         folder = run.folder / "trajectories" / stage.name
         run.records = read_transcripts(folder, run.ranks.rank, run.ranks.num_ranks)
-        if anew := run.open_groups.load_state_dict(run.saved_state, stage.name):
-            run.say(
-                f"warning: episodes of {', '.join(anew)} that had not ended begin anew, because "
-                "what they wait for cannot be called again; save_steps saves when they have ended"
-            )
+        resume_open_groups(run, stage)
     else:
         run.state.error_counts = {}
         run.state.dead_steps = {}
@@ -238,6 +234,19 @@ def begin_stage(run: Run, stage: Stage) -> int:
     if has_unsaved_best(run):
         run.save()
     return max(stage.first_step, run.state.step)
+
+
+def resume_open_groups(run: Run, stage: Stage) -> None:
+    """Go on with the groups that had not ended when the checkpoint was written."""
+    if not run.saved_state.get("open_groups"):
+        return
+    if run.state.step >= stage.last_step:  # another max_steps than before
+        run.say(f"warning: stage {stage.name} has no further step, so open episodes are left out")
+    elif anew := run.open_groups.load_state_dict(run.saved_state, stage.name):
+        run.say(
+            f"warning: episodes of {', '.join(anew)} that had not ended begin anew, because "
+            "what they wait for cannot be called again, or settings have changed"
+        )
 
 
 def begin_anew(run: Run, stage: Stage) -> None:
@@ -329,12 +338,11 @@ def collect(run: Run, stage: Stage, step: int) -> RolloutBatch:
         config = config.changed("grpo", dynamic_sampling=False)
     run.open_groups.begin_step(
         step,
-        drains=step + 1 == stage.last_step or is_due(config.evaluation.validation_steps, step + 1),
+        drains=step + 1 in (1, stage.last_step)
+        or is_due(config.evaluation.validation_steps, step + 1),
         saves=is_due(config.run.save_steps, step + 1),
     )
-    batch = collect_rollouts(
-        run.open_groups, run.ranks, config, stage, step, run.sources, memory=memory
-    )
+    batch = collect_rollouts(run.open_groups, run.ranks, config, stage, run.sources, memory=memory)
     run.check_language_models()
     return batch
 
@@ -457,8 +465,11 @@ def warn_of_stagnation(
 def _refuse_unscored(run: Run, stage: Stage, metrics: Mapping[str, float]) -> None:
     """Raise UserError if no episode of the last steps has a reward, though none failed."""
     left = sum(metrics.get(f"rollout/left_out/reward/{domain}", 0.0) for domain in stage.groups)
-    failed = metrics.get("rollout/stop/environment_error", 0.0)
-    is_unscored = left == metrics["rollout/episodes"] > 0 == failed
+    if not metrics["rollout/episodes"]:
+        return
+    is_unscored = (
+        left == metrics["rollout/episodes"] and not metrics["rollout/stop/environment_error"]
+    )
     run.num_unscored_steps = run.num_unscored_steps + 1 if is_unscored else 0
     if run.num_unscored_steps == UNSCORED_STEPS:
         raise UserError(

@@ -5,7 +5,7 @@ import json
 import zlib
 from collections.abc import Sequence
 from dataclasses import asdict, fields
-from itertools import groupby
+from itertools import groupby, islice
 from operator import itemgetter
 from pathlib import Path
 
@@ -52,9 +52,10 @@ def save_transcripts(
                 "ids": [ids for ids, _ in turns],
                 "logprobs": [[round(number, 3) for number in numbers] for _, numbers in turns],
             }
-            versions = iter([version for one in trajectory.sequences for version in one.versions])
-            if trajectory.versions:
-                line["versions"] = [[next(versions) for _ in ids] for ids, _ in turns]
+            versions = [version for one in trajectory.sequences for version in one.versions]
+            if versions:
+                rest = iter(versions)
+                line["versions"] = [[*islice(rest, len(ids))] for ids, _ in turns]
             line |= {"rewards": rewards, "extra": trajectory.extra} if rewards else {}
             line |= {"new_sequences": causes} if causes else {}
             line |= {"preface": trajectory.preface} if trajectory.preface else {}

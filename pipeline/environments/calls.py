@@ -353,20 +353,20 @@ class Calls:
         self.seconds = seconds
         self.on_call = on_call
         self.spent_s = 0.0
-        self.until = math.inf
+        self.end_after(None)
         self.begin()
 
     def end_after(self, timeout_s: float | None) -> None:
-        """Let further calls in the background be late after `timeout_s`."""
+        """Let further calls in the background be late after `timeout_s`; try every domain again."""
         self.until = time.monotonic() + (timeout_s or math.inf)
+        # domain -> (number of late calls in a row, deadline of the late call that was counted last)
+        self._hangs: dict[str, tuple[int, float]] = defaultdict(lambda: (0, -math.inf))
 
     def begin(self) -> None:
         """Serve another rollout, in an event loop of its own."""
         self.answered = asyncio.Event()
         self._threads = asyncio.Semaphore(MAX_THREADS)
         self._num_beside = 0  # calls in the background that have not ended
-        # domain -> (number of late calls in a row, deadline of the late call that was counted last)
-        self._hangs: dict[str, tuple[int, float]] = defaultdict(lambda: (0, -math.inf))
 
     @property
     def is_busy(self) -> bool:

@@ -430,11 +430,12 @@ class ActionCollapse:
         episodes succeed.
         """
         entropy = metrics.get("train/entropy", 0.0)
-        if self.entropy is None:
+        if self.entropy is None and "train/entropy" in metrics:
             self.entropy = entropy
         if metrics.get("train/trained_episodes"):
             self.entropies = [*self.entropies, entropy][-NUM_STEPS:]
-        is_low = max(self.entropies, default=1.0) < COLLAPSED * self.entropy
+        begun = self.entropy or 0.0
+        is_low = max(self.entropies, default=1.0) < COLLAPSED * begun
         if is_low and len(self.entropies) == NUM_STEPS and ENTROPY not in self.said:
             last = [tally for kept in self.families.values() for tally in kept["last"]]
             num_episodes = sum(sum(tally["decisions"].values()) for tally in last)
@@ -442,7 +443,7 @@ class ActionCollapse:
             if solved < SOLVED:
                 self.said.append(ENTROPY)
                 yield (
-                    f"entropy collapsed: {self.entropy:.2g} at the stage's start, "
+                    f"entropy collapsed: {begun:.2g} at the stage's start, "
                     f"{entropy:.2g} now, so the policy tries hardly anything new, but only "
                     f"{100 * solved:.0f} % of the last episodes succeed; {advice(config)}"
                 )
@@ -459,7 +460,7 @@ class ActionCollapse:
                     )
                 yield (
                     f"{domain}{f', {family} tasks' if family else ''}: {alike.words}; entropy "
-                    f"{self.entropy:.2g} -> {entropy:.2g}, {100 * equal:.0f} % of the "
+                    f"{begun:.2g} -> {entropy:.2g}, {100 * equal:.0f} % of the "
                     f"domain's groups have equal rewards; {remedy}"
                 )
 

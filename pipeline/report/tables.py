@@ -39,7 +39,6 @@ ENDS = ("before GRPO", "after GRPO")
 
 LEFT_OUT = "rollout/left_out/"
 STALE = "rollout/staleness/"
-TINY = 1e-9  # the weight of a step in which no episode has ended
 BY_COLUMN = ("backward_transfer", "forward_transfer", "forgetting", "area_under_curve")
 
 Rows = list[list[str]]  # cells of a table; the first row is the header
@@ -257,9 +256,9 @@ def staleness_in_words(train: Iterable[Mapping[str, Any]]) -> str:
 
 
 def share(records: Iterable[Mapping[str, Any]], key: str) -> str:
-    """Return the mean of a metric over the episodes of training steps, as text."""
-    found = [(r.get(key) or 0.0, r.get("rollout/episodes", 1) or TINY) for r in records]
-    return f"{fmean(*map(list, zip(*found, strict=True))):.3f}"
+    """Return the mean of a metric over the training steps in which an episode ended, as text."""
+    found = [record.get(key) or 0.0 for record in records if record.get("rollout/episodes", 1)]
+    return f"{fmean(found or [0.0]):.3f}"
 
 
 def _by_family(run: RunData) -> list[Rows]:

@@ -134,6 +134,11 @@ class Episode:
         is_over = self.playing is not None and self.playing.done()
         return is_over and not self.waits_for_next_step
 
+    def result(self) -> None:
+        """Raise what ends the whole rollout, if the episode has ended with it."""
+        if self.playing is not None and self.playing.done():
+            self.playing.result()
+
     @property
     def can_be_replayed(self) -> bool:
         """Whether the same messages lead to the same episode, as far as can be known."""

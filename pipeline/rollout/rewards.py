@@ -93,6 +93,7 @@ class Completion:
     environment: Any
     trajectory: Trajectory
     returned: float | str | None = None
+    begun: int = 0  # see RolloutRequest
 
     @property
     def prompt(self) -> Any:
@@ -223,7 +224,7 @@ class RewardFunctions:
         """
         self._calls.begin()
         calls = list[_Call]()
-        for _, of_task in groupby(completions, lambda completion: completion.task.key):
+        for _, of_task in groupby(completions, lambda one: (one.task.key, one.begun)):
             group = list(of_task)
             domain = group[0].domain
             for completion in group:

@@ -141,6 +141,8 @@ class Rollout:
         self.calls.end_after(self.limits.rollout_timeout)
         for group in self._groups(episodes):
             self._run(self._play_together(group, progress))
+        for episode in episodes:  # also of one that waits for the next step, and has ended
+            episode.result()
         self.environment_s += self.calls.spent_s
         self.calls.spent_s = 0.0
 
@@ -187,6 +189,9 @@ class Rollout:
             # The order in which they waited last, in an earlier step, must not matter.
             if episode.conversation is not None:
                 episode.conversation.move_to_the_end()
+        # After a resume, those of earlier steps begin again, and are active as they were before it.
+        self._play([e for e in waiting if e.begun < (e.pace.version or 0)])
+        waiting = [episode for episode in waiting if episode.playing is None]
         active = {e for e in episodes if e.playing is not None and not e.playing.done()}
         while waiting or active:
             active |= set(self._start(waiting, active))
@@ -198,10 +203,10 @@ class Rollout:
                 await asyncio.sleep(0)  # ... and every other one to its next
             elif not all(e.waits_for_next_step for e in active):
                 await self._wait()
-            ended = [e.playing for e in active if e.playing is not None and e.playing.done()]
-            for task in ended:
-                task.result()  # raises what ends the whole rollout
-            active = {e for e in active if e.playing not in ended and not e.waits_for_next_step}
+            ended = {e for e in active if e.playing is not None and e.playing.done()}
+            for episode in ended:
+                episode.result()
+            active = {e for e in active - ended if not e.waits_for_next_step}
             if progress is not None and ended:
                 progress(len(ended))
 
@@ -217,11 +222,14 @@ class Rollout:
             if places > 0 or not episode.is_process:
                 places -= episode.is_process
                 started.append(episode)
-        for episode in started:
-            episode.playing = asyncio.create_task(episode.play())
-            episode.playing.add_done_callback(lambda _: self.calls.answered.set())
+        self._play(started)
         waiting[:] = [episode for episode in waiting if episode.playing is None]
         return started
+
+    def _play(self, episodes: Iterable[Episode]) -> None:
+        for episode in episodes:
+            episode.playing = asyncio.create_task(episode.play())
+            episode.playing.add_done_callback(lambda _: self.calls.answered.set())
 
     async def _wait(self) -> None:
         """Wait until an environment has answered or an episode has ended, for a second at most."""
@@ -240,7 +248,10 @@ class Rollout:
         begun = time.perf_counter()
         played = [episode for episode in episodes if episode.trajectory.stop_reason not in FAILED]
         await self.rewards.score(
-            [Completion(e.domain, e.task, e.environment, e.trajectory, e.returned) for e in played],
+            [
+                Completion(e.domain, e.task, e.environment, e.trajectory, e.returned, e.begun)
+                for e in played
+            ],
             self.faults,
         )
         for trajectory in (e.trajectory for e in played if e.trajectory.left_out == "reward"):

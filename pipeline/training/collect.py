@@ -5,7 +5,7 @@ All rewards of a zero-std group are equal, so all advantages of the group are 0.
 zero-std groups, but replaces zero-std groups by new groups in at most `max_resample_times` rounds.
 This pipeline replaces a group by a group of the same domain (and of the same task family, if
 families have shares), so that each domain keeps its share of the groups; DAPO samples whole batches
-of new tasks. A step never trains on more than `tasks_per_step` groups.
+of new tasks. Without partial rollouts, a step never trains on more than `tasks_per_step` groups.
 
 With `task_sampling: signal`, a memory of outcomes chooses these tasks (`data/task_memory.py`).
 """
@@ -51,7 +51,7 @@ class RolloutBatch:
     rounds: list[int]  # [number of the stage's tasks, number of groups in round 1, ...]
     tasks: list[Task]  # one for each group of all ranks
     memory: TaskMemory | None  # after the step; None: tasks are drawn uniformly
-    step: int = 0  # number of optimizer steps before this one
+    step: int  # number of optimizer steps before this one
 
     @property
     def trajectories(self) -> list[Trajectory]:
@@ -67,23 +67,20 @@ def collect_rollouts(
     ranks: Ranks,
     config: Config,
     stage: Stage,
-    step: int,
     sources: Mapping[str, Source],
     *,
     memory: TaskMemory | None = None,
 ) -> RolloutBatch:
-    """Play a step's groups, and return this rank's part of those that have ended.
+    """Play the step that `groups` have begun, and return this rank's groups that have ended.
 
-    `step` is the number of steps before this step, which `groups` have begun. All ranks find the
-    same zero-std groups and choose the same replacement tasks. The groups and the tasks do not
-    depend on the number of ranks, and are the same after a resume.
+    All ranks find the same zero-std groups and choose the same replacement tasks. The groups and
+    the tasks do not depend on the number of ranks, and are the same after a resume.
     """
     settings = config.grpo
     seed = config.run.seed
     size = config.rollout.num_generations
-    outcomes: dict[
-        tuple[int, int], str
-    ] = {}  # of groups by key; empty where nothing depends on them
+    step = groups.step
+    outcomes = dict[tuple[int, int], str]()  # by key; empty where nothing depends on them
     ended: list[Group] = []  # of all ranks
     waiting = [*groups.groups]  # to be played
     new = tasks_of_step(stage, step, sources, seed)

@@ -8,8 +8,8 @@ episode samples at most so many tokens in a step, and goes on in the next one un
    trains each group whose last episode has ended. So the tasks and draws of a stage are those of a
    stage without partial rollouts, and in the long run as many groups end in a step as begin.
 2. A group that began `max_staleness` steps ago is played to its end. So are all groups in the last
-   step of a stage and in one that a validation follows; and groups that no checkpoint can hold, if
-   `save_steps` lets one follow.
+   step of a stage, in one that a validation follows, and in the first step of a run, of which the
+   start report tells; and groups that no checkpoint can hold, if `save_steps` lets one follow.
 3. Counts of tokens and steps decide, never time. An episode that has sampled as many tokens as it
    may ends in a later step, even if its environment has answered meanwhile.
 
@@ -21,6 +21,7 @@ longest episodes of the groups a to f sample 5, 12, 30, 7, 3 and 20 tokens.
     step 3 begins e and f, and is the last, so all groups end  it trains c, e and f
 """
 
+import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -65,11 +66,12 @@ class OpenGroups:
 
     def __init__(self, rollout: Rollout, ranks: Ranks, config: Config) -> None:
         self.groups = list[Group]()
+        self.step = 0  # number of optimizer steps before the one that has begun
+        self._ended = list[Group]()  # of `groups`, in this step
         self._rollout = rollout
         self._ranks = ranks
         self._config = config
         self._settings = config.rollout
-        self._step = 0
         self._num_begun = 0  # in this step
         self._drains = False
         self._saves = False
@@ -79,15 +81,22 @@ class OpenGroups:
 
         `saves` says that a checkpoint follows.
         """
-        self._step = step
+        self.groups = self.open
+        self._ended = []
+        self.step = step
         self._num_begun = 0
         self._drains = drains
         self._saves = saves
 
+    @property
+    def open(self) -> list[Group]:
+        """The groups that have not ended."""
+        return [group for group in self.groups if group not in self._ended]
+
     def begin(self, tasks: Sequence[Task], stage: str, round: int) -> list[Group]:
         """Begin a group of each task, in the step that has begun."""
         begun = [
-            Group(task=task, step=self._step, place=place, round=round)
+            Group(task=task, step=self.step, place=place, round=round)
             for place, task in enumerate(tasks, self._num_begun)
         ]
         self._num_begun += len(begun)
@@ -111,11 +120,11 @@ class OpenGroups:
         settings = self._settings
         if not settings.is_partial:
             return
-        is_old = self._step - group.step >= settings.max_staleness
+        is_old = self.step - group.step >= settings.max_staleness
         ends = self._drains or is_old or (self._saves and not group.can_be_replayed)
         for episode in group.episodes:
             episode.pace.most = math.inf if ends else settings.partial_rollout_tokens
-            episode.pace.version = self._step
+            episode.pace.version = self.step
 
     def play(self, groups: Sequence[Group]) -> list[Group]:
         """Play `groups`, each once in a step; return those of all ranks that have ended.
@@ -125,7 +134,9 @@ class OpenGroups:
         """
         try:
             self._go_on(groups)
-            if self._saves:  # an episode that has begun may wait for what no checkpoint can hold
+            if (
+                self._saves and self._settings.is_partial
+            ):  # an episode that has begun may wait for what no checkpoint can hold
                 self._go_on([group for group in groups if not group.can_be_replayed])
             ended = [group for group in groups if group.has_ended]
             episodes = [episode for group in ended for episode in group.episodes]
@@ -150,12 +161,12 @@ class OpenGroups:
         self._rollout.go_on([episode for group in groups for episode in group.episodes])
 
     def take(self, ended: Sequence[Group]) -> list[Group]:
-        """Remove groups that have ended; return those of this rank, in order.
+        """End groups, the step's; return those of this rank, in order.
 
         If deterministic, they are dealt out anew: the number of ranks decides which rank plays a
         group, and must not decide in which order the update takes the groups.
         """
-        self.groups = [group for group in self.groups if group not in ended]
+        self._ended = [*ended]
         if not (self._config.run.deterministic and self._settings.is_partial):
             return [group for group in ended if group.trajectories]
         mine = {group.key: group.trajectories for group in ended}
@@ -165,11 +176,12 @@ class OpenGroups:
         return [ended[index] for index in self._ranks.shard(len(ended))]
 
     def state_dict(self, step: int) -> dict[str, Any]:
-        """Return the groups that were open when step `step` (from 0) began, for a checkpoint.
+        """Return the groups that are open after `step` steps, for a checkpoint.
 
-        Every rank must call this function.
+        If step `step` (from 0) has begun, they are those of before. Every rank must call this.
         """
-        kept = [group for group in self.groups if group.step < step]
+        groups = self.open if step > self.step else self.groups
+        kept = [group for group in groups if group.step < step]
         mine = {
             group.key: [e.conversation and e.conversation.record(step) for e in group.episodes]
             for group in kept
@@ -181,7 +193,10 @@ class OpenGroups:
             "open_groups": [
                 {
                     "task": asdict(group.task),
-                    "turns": [turns for of in gathered for turns in of.get(group.key, [])],
+                    # A text, which takes one line of the checkpoint's file.
+                    "turns": json.dumps(
+                        [turns for of in gathered for turns in of.get(group.key, [])]
+                    ),
                     **{name: getattr(group, name) for name in names},
                 }
                 for group in kept
@@ -189,11 +204,19 @@ class OpenGroups:
         }
 
     def load_state_dict(self, state: Mapping[str, Any], stage: str) -> list[str]:
-        """Go on with the groups of a checkpoint; return the domains of those that begin anew."""
+        """Go on with the groups of a checkpoint; return the domains of those that begin anew.
+
+        Those are groups of episodes that cannot be replayed, and groups that other settings than
+        those of the checkpoint do not allow.
+        """
         anew = dict[str, None]()
-        for saved in state.get("open_groups", ()):
+        settings = self._settings
+        for saved in state["open_groups"]:
             facts: dict[str, Any] = dict(saved)
-            recorded = facts.pop("turns")
+            recorded = json.loads(facts.pop("turns"))
+            is_too_old = state["step"] - facts["step"] > settings.max_staleness
+            if is_too_old or not settings.is_partial:
+                recorded = []
             task = {**facts.pop("task")}
             task["prompt"] = tuple(task["prompt"])
             group = Group(task=Task(**task), **facts)

@@ -242,7 +242,8 @@ class Updater:
             costs = costs_of(
                 [sequence.ids for _, sequence in trained], self.shares_prefixes, self._pair
             )
-        everyone = self.ranks.all_gather_objects([sum(kept), sum(lengths), *costs], "update")
+        mine = [float(sum(kept)), float(sum(lengths)), *costs]
+        everyone = self.ranks.all_gather_objects(mine, "update")
         num_sequences, num_tokens = self._counts(everyone)
         statistics = {"train/learning_rate": learning_rate, "train/trained_episodes": num_sequences}
         if num_tokens == 0:  # all groups on all ranks are zero-std groups

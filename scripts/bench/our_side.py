@@ -250,7 +250,7 @@ def collect(run: Run, step: int) -> RolloutBatch:
     stage = run.parts.stages[0]
     sources = run.parts.sources(stage)
     run.open_groups.begin_step(step)
-    return collect_rollouts(run.open_groups, run.ranks, run.config, stage, step, sources)
+    return collect_rollouts(run.open_groups, run.ranks, run.config, stage, sources)
 
 
 def sampling(run: Run, work: Work, gate: Gate) -> None:

@@ -304,6 +304,7 @@ def played_step(rank):
         rounds=[2, 2],
         tasks=[],
         memory=None,
+        step=0,
     )
 
 

@@ -205,7 +205,7 @@ def groups_of(environment, rank=0, num_ranks=1, **settings):
 
 def play_step(groups, step, tasks, **at_the_end):
     groups.begin_step(step, **at_the_end)
-    waiting = [*groups.groups]
+    waiting = groups.open
     waiting += groups.begin(tasks, "stage", 0)
     ended = groups.take(groups.play(waiting))
     groups._rollout.policy.rest()
@@ -227,14 +227,55 @@ def test_a_group_ends_whole_and_never_too_late(most):
             assert group.step == int(group.task.id[0]) and step - min(versions) <= most
             per_step = [t.versions.count(v) for t in group.trajectories for v in range(step)]
             assert all(number <= SHARE for number in per_step)
-    assert len(found) == 18 and not groups.groups
+    assert len(found) == 18 and not groups.open
 
 
 def test_groups_that_no_checkpoint_can_hold_end_before_it():
     for environment, num_left in ((Talk, 2), (SlowTalk, 0), (conversations, 0)):
         groups = groups_of(environment)
         play_step(groups, 0, TASKS[0], saves=True)
-        assert len(groups.groups) == num_left
+        assert len(groups.open) == num_left
+
+
+def test_what_breaks_while_an_episode_waits_ends_the_rollout(monkeypatch):
+    """As the tokenizer may, on an answer that comes when the episode has no tokens left."""
+    playing = rollout(SlowTalk)
+    read = playing.policy._read
+
+    def broken(conversation):
+        if conversation.pace.left <= 0:
+            raise RuntimeError("broken")
+        return read(conversation)
+
+    monkeypatch.setattr(playing.policy, "_read", broken)
+    with pytest.raises(RuntimeError, match="broken"):
+        in_parts(playing)
+    playing.close()
+
+
+def test_a_checkpoint_within_a_step_keeps_what_the_step_has_ended():
+    groups = groups_of(Talk)
+    for step in (0, 1):
+        play_step(groups, step, TASKS[step])
+    before = {group.key for group in groups.open}
+    ended = play_step(groups, 2, TASKS[2], drains=True)
+    assert len(ended) == 6 and not groups.open
+    saved = groups.state_dict(2)["open_groups"]
+    assert {(group["step"], group["place"]) for group in saved} == before
+    assert groups.state_dict(3)["open_groups"] == []
+
+
+def test_a_resume_with_other_settings_begins_anew():
+    groups = groups_of(Talk)
+    for step in (0, 1):
+        play_step(groups, step, TASKS[step])
+    state = {"step": 2, **groups.state_dict(2)}
+    for settings in ({"max_staleness": 1}, {"partial_rollout_tokens": 0}):
+        other = groups_of(Talk, **settings)
+        assert other.load_state_dict(json.loads(json.dumps(state)), "stage") == ["desk"]
+        ended = play_step(other, 2, TASKS[2], drains=True)
+        versions = {v for g in ended if g.step < 1 for t in g.trajectories for v in t.versions}
+        assert len(ended) == 6 and versions <= {2}
 
 
 def texts_of(groups):
@@ -249,7 +290,7 @@ def resumed(environment, num_ranks=1):
     # Of a step that does not come to its end, nothing is saved.
     before.begin_step(2)
     before.play([*before.groups, *before.begin(TASKS[2], "stage", 0)])
-    state = json.loads(json.dumps(before.state_dict(2)))
+    state = json.loads(json.dumps({"step": 2, **before.state_dict(2)}))
     before._rollout.drop([e for g in before.groups for e in g.episodes])
     found, anew = {}, []
     for rank in range(num_ranks):

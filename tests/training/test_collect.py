@@ -90,7 +90,7 @@ def run_of(ranks: Ranks, sources: Mapping[str, list[Task]] = SOURCES, **grpo: An
 
 def collect(run: Any, stage: Stage = STAGE, step: int = 0) -> RolloutBatch:
     run.groups.begin_step(step)
-    return collect_rollouts(run.groups, run.ranks, run.config, stage, step, run.sources)
+    return collect_rollouts(run.groups, run.ranks, run.config, stage, run.sources)
 
 
 def kept_of(played: RolloutBatch) -> list[bool]:
@@ -311,7 +311,7 @@ def steps_with_a_memory(dynamic_sampling: bool) -> dict[str, Any]:
     memory, drawn = TaskMemory(), list[tuple[str, str]]()
     for step in range(9):
         run.groups.begin_step(step)
-        batch = collect_rollouts(run.groups, ranks, run.config, STAGE, step, sources, memory=memory)
+        batch = collect_rollouts(run.groups, ranks, run.config, STAGE, sources, memory=memory)
         drawn += [task.key for task in batch.tasks]
     return {"drawn": drawn, "memory": vars(memory), "metrics": memory.metrics(batch.tasks)}
 
