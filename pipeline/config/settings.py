@@ -323,7 +323,9 @@ class RolloutSettings(Section):
     )
     max_concurrent_episodes: PositiveInt = field(512, "episodes that a rank samples at once")
     max_agents: PositiveInt | None = field(
-        None, "processes of `agents` at once, on a rank; null: 4 for each core"
+        None,
+        "processes of `agents` at once, on a rank, without those that wait for the next step; "
+        "null: 4 for each core",
     )
     sampler: Literal["auto", *SAMPLERS] = field(  # type: ignore[invalid-literal]
         "auto", "what samples; auto: own, or generate where own cannot"

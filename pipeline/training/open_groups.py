@@ -13,7 +13,7 @@ episode samples at most so many tokens in a step, and goes on in the next one un
 3. Counts of tokens and steps decide, never time. An episode that has sampled as many tokens as it
    may ends in a later step, even if its environment has answered meanwhile.
 
-Example: tasks_per_step 2, partial_rollout_tokens 8, max_staleness 2, a stage of 3 steps. The
+Example: tasks_per_step 2, partial_rollout_tokens 8, max_staleness 2, a later stage of 3 steps. The
 longest episodes of the groups a to f sample 5, 12, 30, 7, 3 and 20 tokens.
 
     step 1 begins a and b; a ends, b has 8 of 12               it trains a
