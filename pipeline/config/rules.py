@@ -104,12 +104,12 @@ def without_effect(config: Config) -> list[str]:
         for name in RolloutSettings.model_fields
         if name.startswith(f"{sampler}_") and config.rollout.sampler != sampler
     }
-    if config.rollout.sampler_facts.is_exact and not config.rollout.is_partial:
+    if config.rollout.sampler_facts.is_exact and not config.corrects_sampling:
         inexact = " or ".join(name for name, facts in SAMPLERS.items() if not facts.is_exact)
         names = (n for n in GRPOSettings.model_fields if n.startswith("vllm_importance_sampling_"))
-        needed |= dict.fromkeys(names, f"sampler {inexact}, or partial_rollout_tokens")
+        needed |= dict.fromkeys(names, f"sampler {inexact}, or partial_rollout_correction")
     if not config.rollout.partial_rollout_tokens:
-        needed["max_staleness"] = "partial_rollout_tokens"
+        needed["max_staleness"] = needed["partial_rollout_correction"] = "partial_rollout_tokens"
     is_separate = config.curriculum.is_separate
     needed |= dict.fromkeys(
         ("replay", "preview") if is_separate else ("merge_method", "merge_weight"),

@@ -386,9 +386,10 @@ class GRPOSettings(Section):
     num_iterations: PositiveInt = field(1, "updates per step, on the same trajectories")
     entropy_coef: NonNegativeFloat = field(0.005, "weight of the entropy bonus")
     vllm_importance_sampling_correction: bool = field(
-        True,
-        "multiply the policy loss by the ratio of trainer to sampler, with sampler vllm or partial "
-        "rollouts",
+        True, "multiply the policy loss by the ratio of trainer to sampler, with sampler vllm"
+    )
+    partial_rollout_correction: bool = field(
+        False, "with partial_rollout_tokens and another sampler, the same, by its mode and clips"
     )
     vllm_importance_sampling_mode: Correction = field(
         "sequence_mask", "that ratio: per token or sequence; truncated, or 0 beyond the clips"
@@ -530,8 +531,9 @@ class Config(Section):
     @property
     def corrects_sampling(self) -> bool:
         """Whether the loss corrects the difference between sampler and trainer."""
-        is_exact = self.rollout.sampler_facts.is_exact and not self.rollout.is_partial
-        return self.grpo.vllm_importance_sampling_correction and not is_exact
+        is_inexact = not self.rollout.sampler_facts.is_exact
+        of_partial = self.grpo.partial_rollout_correction and self.rollout.is_partial
+        return of_partial or (self.grpo.vllm_importance_sampling_correction and is_inexact)
 
     @property
     def is_supervised(self) -> bool:

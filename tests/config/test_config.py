@@ -500,20 +500,23 @@ def test_the_correction_has_trls_names_and_defaults():
     assert found == {n: getattr(options, n) for n in found}
     given = ["--sampler", "vllm", "--vllm-importance-sampling-clip-min", "0.5"]
     assert parse(given).grpo.vllm_importance_sampling_clip_min == 0.5
+    partial = ["--partial-rollout-tokens", "8"]
     for argv, corrects in (
         (given, True),
         ([*given, "--no-vllm-importance-sampling-correction"], False),
         ([], False),
         (["--sampler", "generate"], False),
-        (["--partial-rollout-tokens", "8"], True),
-        (["--partial-rollout-tokens", "8", "--max-staleness", "0"], False),
+        ([*partial, "--sampler", "vllm"], True),
+        (partial, False),
+        ([*partial, "--partial-rollout-correction"], True),
+        ([*partial, "--partial-rollout-correction", "--max-staleness", "0"], False),
     ):
         assert parse(argv).corrects_sampling == corrects
     assert without_effect(parse(given)) == []
     (line,) = without_effect(parse(given[2:]))
-    needed = "sampler vllm, or partial_rollout_tokens"
+    needed = "sampler vllm, or partial_rollout_correction"
     assert line == f"vllm_importance_sampling_clip_min: has no effect without {needed}"
-    assert without_effect(parse([*given[2:], "--partial-rollout-tokens", "8"])) == []
+    assert without_effect(parse([*given[2:], *partial, "--partial-rollout-correction"])) == []
     (line,) = without_effect(parse(["--max-staleness", "2"]))
     assert line == "max_staleness: has no effect without partial_rollout_tokens"
     (line,) = without_effect(parse(["--vllm-memory", "0.5"]))
