@@ -45,6 +45,7 @@ SETTINGS = {  # of GRPO's section, as a supervised stage has them
     **{"adam_beta1": 0.9, "adam_beta2": 0.98, "weight_decay": 0.01, "max_grad_norm": 1.0},
     **{"loss_type": "dapo", "beta": 0.0, "entropy_coef": 0.0},
     "vllm_importance_sampling_correction": False,
+    "partial_rollout_correction": False,
 }
 
 

@@ -18,7 +18,7 @@ FLAGS = [
     *("--warm-start-steps", "2", "--warm-start-batch-size", "2", "--entropy-coef", "0.05"),
     *("--no-drop-zero-std-groups", "--max-steps", "6", "--save-steps", "1"),
 ]
-PARTIAL = [*FLAGS, "--partial-rollout-tokens", "5"]
+PARTIAL = [*FLAGS, "--partial-rollout-tokens", "5", "--partial-rollout-correction"]
 
 
 @pytest.fixture(scope="module")
