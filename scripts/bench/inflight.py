@@ -10,7 +10,8 @@ exit code 1 if the ratio is above 1.5, or if more than 1 % of the episodes have 
 zero latency. (The random numbers are the same; rounding depends on the batch and may rarely turn a
 token.)
 
-    python scripts/bench/inflight.py --customers 64 --partial-rollout-tokens 16
+    python scripts/bench/inflight.py --customers 64 --turns 16 --median 1 --steps 8 \\
+        --partial-rollout-tokens 48
 
 With `--partial-rollout-tokens`, the script plays `--steps` steps, in each of which one episode per
 customer begins: to its end, and as partial rollouts, of which the last step plays all to their
