@@ -51,7 +51,7 @@ class RolloutBatch:
     rounds: list[int]  # [number of the stage's tasks, number of groups in round 1, ...]
     tasks: list[Task]  # one for each group of all ranks
     memory: TaskMemory | None  # after the step; None: tasks are drawn uniformly
-    step: int  # number of optimizer steps before this one
+    step: int = 0  # number of optimizer steps before this one
 
     @property
     def trajectories(self) -> list[Trajectory]:

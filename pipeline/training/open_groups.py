@@ -134,9 +134,8 @@ class OpenGroups:
         """
         try:
             self._go_on(groups)
-            if (
-                self._saves and self._settings.is_partial
-            ):  # an episode that has begun may wait for what no checkpoint can hold
+            # An episode that has begun may wait for what no checkpoint can hold.
+            if self._saves and self._settings.is_partial:
                 self._go_on([group for group in groups if not group.can_be_replayed])
             ended = [group for group in groups if group.has_ended]
             episodes = [episode for group in ended for episode in group.episodes]
