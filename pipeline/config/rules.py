@@ -468,6 +468,19 @@ CONTRADICTIONS = (
 
 WITHOUT_EFFECT = (
     Row(
+        "partial_rollout_tokens",
+        lambda c: (
+            c.rollout.partial_rollout_tokens > 0
+            and (
+                not c.rollout.max_staleness
+                or c.rollout.partial_rollout_tokens >= c.rollout.max_tokens
+            )
+        ),
+        "got {rollout.partial_rollout_tokens}, which has no effect with max_tokens "
+        "{rollout.max_tokens} and max_staleness {rollout.max_staleness}; give less than the first, "
+        "and the second more than 0",
+    ),
+    Row(
         "push_to_hub",
         lambda c: c.run.push_to_hub and not c.grpo.use_grpo,
         "nothing is trained, so nothing is uploaded",

@@ -430,12 +430,7 @@ class SamplerPolicy:
             return False
         self._take(conversation, sampled)
         conversation.num_said += count
-        ids = conversation.sequence.completion_ids[-conversation.num_said :]
-        if self._until_stop(ids, conversation.stop) is None:
-            return True
-        conversation.sequence.cut(len(conversation.sequence.completion_ids) - count)
-        conversation.num_said -= count
-        return False
+        return True
 
     def _room(self, conversation: Conversation) -> int:
         """The number of tokens that a message may still have."""

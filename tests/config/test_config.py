@@ -517,6 +517,9 @@ def test_the_correction_has_trls_names_and_defaults():
     needed = "sampler vllm, or partial_rollout_correction"
     assert line == f"vllm_importance_sampling_clip_min: has no effect without {needed}"
     assert without_effect(parse([*given[2:], *partial, "--partial-rollout-correction"])) == []
+    for useless in ([*partial, "--max-staleness", "0"], ["--partial-rollout-tokens", "256"]):
+        (line,) = without_effect(parse(useless))
+        assert "partial_rollout_tokens: got " in line and "no effect with max_tokens 256" in line
     (line,) = without_effect(parse(["--max-staleness", "2"]))
     assert line == "max_staleness: has no effect without partial_rollout_tokens"
     (line,) = without_effect(parse(["--vllm-memory", "0.5"]))
